@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from dl_comm import _cuda_arrays, _dl_comm
+from dl_comm._binding import binding_of
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group, is_routed
 from dl_comm._memory import new_result_like
@@ -66,7 +66,7 @@ def gradients(
     flat: Any = tensors
     if not all_numpy:
         towers, flat = as_towers(tensors)
-    framework = None if all_numpy else _framework(flat)
+    framework = None if all_numpy else binding_of(flat)
     if framework is not None:
         if out is not None:
             raise ArgumentError("out is for NumPy and GPU arrays; framework tensors get new tensors")
@@ -140,8 +140,8 @@ def broadcast(
         tensors: As for ``gradients``, and bool.
         root: The rank that has the values.
         timeout: As for ``gradients``.
-        group: The ranks that take part (NumPy arrays); None: all. ``root`` is a rank of the group.
-        async_op: Return a ``Work`` at once (NumPy arrays).
+        group: The ranks that take part; None: all. ``root`` is a rank of the group. Not for GPU arrays.
+        async_op: Return a ``Work`` at once. Not for TensorFlow tensors and GPU arrays.
 
     Returns:
         NumPy and torch: the same arrays and tensors, overwritten in place. TensorFlow: new tensors, also assigned to
@@ -156,11 +156,13 @@ def broadcast(
     """
     limit = seconds(timeout)
     tensors = _listed(tensors, "broadcast")
-    framework = _framework(tensors)
+    framework = binding_of(tensors)
     if framework is not None:
-        if async_op:
-            raise DTypeError("dl_comm.broadcast with async_op takes NumPy arrays; use dl_comm.torch.broadcast")
-        return list(framework.broadcast(tensors, root, timeout=timeout, group=group))
+        if not async_op:
+            return list(framework.broadcast(tensors, root, timeout=timeout, group=group))
+        if framework.__name__.endswith(".tensorflow"):
+            raise ArgumentError("broadcast of TensorFlow tensors returns new tensors; it takes no async_op")
+        return framework.broadcast(tensors, root, timeout=timeout, group=group, async_op=True)
     if group is not None or async_op or is_routed():
         _refuse_masked(tensors)
         return broadcast_in(tensors, root, group, timeout, async_op)
@@ -191,7 +193,7 @@ def average(value: Any) -> Any:
             value = value.astype(np.float64)
         _dl_comm.average([value], [value], CONTROL_TEAM)
         return value
-    framework = _framework([value])
+    framework = binding_of([value])
     if framework is not None:
         return framework.average(value)
     if isinstance(value, (bool, int, float, np.generic)) and not np.iscomplexobj(value):
@@ -247,18 +249,3 @@ def _listed(tensors: Sequence[Any], function: str) -> list[Any]:
         if tensor is None:
             raise ArgumentError(f"tensor {index} is None; pass only the gradients that exist, the same on all ranks")
     return tensors
-
-
-def _framework(tensors: list[Any]) -> ModuleType | None:
-    """The binding for these tensors, by type; None for arrays. Imports only frameworks that the caller uses."""
-    names = {type(tensor).__module__.partition(".")[0] for tensor in tensors}
-    # Import statements: AutoGraph warns about functions without source, such as import_module.
-    if not names.isdisjoint(("tensorflow", "keras")):
-        from dl_comm import tensorflow
-
-        return tensorflow
-    if "torch" in names:
-        from dl_comm import torch
-
-        return torch
-    return None

@@ -1,5 +1,7 @@
 """Collectives on NumPy arrays and numbers, on all ranks or on a group; send and receive.
 
+Tensors of a framework go to its binding.
+
 Thread rule: any thread may call every function. The ranks of the group must all call the collective ones.
 """
 
@@ -27,6 +29,7 @@ from dl_comm._arguments import (
     results_like,
     returned,
 )
+from dl_comm._binding import of_every_framework
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group, Status, Work, given, limit
 
@@ -65,6 +68,7 @@ class _Call:
         return result()
 
 
+@of_every_framework
 def allreduce(
     x: Any,
     op: str = "sum",
@@ -81,7 +85,7 @@ def allreduce(
 
     Args:
         x: A NumPy array (C-contiguous), a number, or a list of arrays, which is one call. Shapes and types are the same
-            on all ranks.
+            on all ranks. Tensors: as ``dl_comm.torch.allreduce`` and ``dl_comm.tensorflow.allreduce``.
         op: ``"sum"``, ``"mean"``, ``"min"``, ``"max"``, ``"product"``, ``"bit_and"``, ``"bit_or"``, ``"bit_xor"`` or
             ``"adasum"``. `docs/collectives.md` lists the element types of each; means of integers round toward zero.
         group: The ranks that take part; None: all.
@@ -116,6 +120,7 @@ def allreduce(
     return call(result, arrays, results, operator=operator, factors=factors)
 
 
+@of_every_framework
 def reduce(
     x: Any,
     root: int = 0,
@@ -144,6 +149,7 @@ def reduce(
     return call(returned(out, results, wrap), arrays, results, operator=operator, root=root)
 
 
+@of_every_framework
 def all_gather(
     x: Any,
     *,
@@ -180,6 +186,7 @@ def all_gather(
     return call(result, arrays, results, counts=(in_elements(rows, arrays[0]), None))
 
 
+@of_every_framework
 def gather(
     x: Any,
     root: int = 0,
@@ -205,6 +212,7 @@ def gather(
     return call(result, arrays, results, root=root, counts=(elements, None))
 
 
+@of_every_framework
 def scatter(
     x: Any,
     root: int = 0,
@@ -246,6 +254,7 @@ def scatter(
     return call(lambda: out, sources, results, root=root, counts=(elements, None))
 
 
+@of_every_framework
 def reduce_scatter(
     x: Any,
     op: str = "sum",
@@ -288,6 +297,7 @@ def reduce_scatter(
     return call(result, arrays, results, operator=operator, counts=counted, factors=factors)
 
 
+@of_every_framework
 def all_to_all(
     x: Any,
     *,
@@ -338,6 +348,7 @@ def all_to_all(
     return call(returned(out, results, kind_of(x)), arrays, results, counts=counts)
 
 
+@of_every_framework
 def send(
     x: Any,
     dest: int,
@@ -369,6 +380,7 @@ def send(
     return None
 
 
+@of_every_framework
 def recv(
     out: Any,
     source: int | None = None,
@@ -400,6 +412,7 @@ def recv(
     return Status(*members.handle.send_receive(None, message))
 
 
+@of_every_framework
 def sendrecv(
     x: Any,
     dest: int,

@@ -525,3 +525,36 @@ def test_calls_without_a_group_follow_the_communicators(rank: int, size: int) ->
         assert dt.allreduce(tf.ones(3)).numpy().tolist() == [len(range(rank % 2, size, 2))] * 3
     mc.pop_communicator()
     assert dt.allreduce(tf.ones(3)).numpy().tolist() == [size] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_package_takes_tensors(rank: int, size: int, mode: str) -> None:
+    """Calls of `dl_comm` are those of `dl_comm.tensorflow`."""
+    x = values(rank, (2 * size, 3))
+    calls: dict[str, dict[str, Any]] = {
+        "allreduce": {"op": "max"},
+        "reduce": {"root": size - 1},
+        "all_gather": {"ragged": True},
+        "gather": {"root": 0},
+        "scatter": {"root": 0},
+        "reduce_scatter": {"postscale": 0.5},
+        "all_to_all": {},
+    }
+    for name, options in calls.items():
+        found, expected = (
+            MODES[mode](lambda x, module=module: getattr(module, name)(tf.identity(x), **options))(x)  # noqa: B023
+            for module in (mc, dt)
+        )
+        assert np.array_equal(found, expected), name
+
+
+def test_what_cannot_be_written_into(rank: int, size: int) -> None:
+    x = tf.ones(3)
+    for option in ({"out": x}, {"async_op": True}):
+        with pytest.raises(mc.ArgumentError, match="returns new tensors"):
+            mc.allreduce(x, **option)
+    with pytest.raises(mc.ArgumentError, match="returns new tensors"):
+        mc.broadcast([x], async_op=True)
+    with pytest.raises(mc.DTypeError, match=r"use dl_comm\.tensorflow\.recv"):
+        mc.recv(x, 0)
+    assert mc.allreduce(tf.Variable(x), async_op=False).numpy().tolist() == [size] * 3

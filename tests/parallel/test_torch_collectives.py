@@ -461,3 +461,34 @@ def test_shapes_of_blocks_must_match(rank: int, size: int) -> None:
         with pytest.raises(dl_comm.MismatchError, match="2, 3"):
             call(given)
     assert cdl.allreduce(1) == size
+
+
+def test_the_package_takes_tensors(rank: int, size: int) -> None:
+    """Calls of `dl_comm` are those of `dl_comm.torch`: values, options and gradients."""
+    x = values(rank, (2 * size, 3), torch.float32)
+    pairs = [
+        (dl_comm.allreduce(x, "max"), cdl.allreduce(x, "max")),
+        (dl_comm.reduce([x], size - 1), cdl.reduce([x], size - 1)),
+        (dl_comm.all_gather(x, counts=[2 * size] * size), cdl.all_gather(x)),
+        (dl_comm.gather(x=x, root=0), cdl.gather(x)),
+        (dl_comm.scatter(x, 0, out=None), cdl.scatter(x)),
+        (dl_comm.reduce_scatter(x, postscale=0.5), cdl.reduce_scatter(x, postscale=0.5)),
+        (dl_comm.all_to_all((x, x)), cdl.all_to_all([x, x])),
+    ]
+    for found, expected in pairs:
+        assert type(found) is type(expected)
+        found, expected = (each if isinstance(each, list) else [each] for each in (found, expected))
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    block = torch.empty(2, 3)
+    given = None if rank else values(0, (2 * size, 3), torch.float32)
+    assert dl_comm.scatter(given, out=block) is block
+    assert equal(block, values(0, (2 * size, 3), torch.float32)[2 * rank : 2 * rank + 2])
+    work = dl_comm.allreduce(block, out=block, async_op=True)
+    assert work.wait() is block
+    assert dl_comm.broadcast([block], async_op=True).wait()[0] is block
+    other = torch.empty(2, 3)
+    status = dl_comm.sendrecv(block + rank, (rank + 1) % size, other, (rank - 1) % size)
+    assert (status.source, other[0, 0] - block[0, 0]) == ((rank - 1) % size, (rank - 1) % size)
+    leaf = torch.ones(3, requires_grad=True)
+    dl_comm.allreduce(leaf).sum().backward()
+    assert leaf.grad.tolist() == [size] * 3
