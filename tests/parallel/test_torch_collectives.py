@@ -492,3 +492,23 @@ def test_the_package_takes_tensors(rank: int, size: int) -> None:
     leaf = torch.ones(3, requires_grad=True)
     dl_comm.allreduce(leaf).sum().backward()
     assert leaf.grad.tolist() == [size] * 3
+
+
+def test_tangents_are_refused() -> None:
+    """By torch they would be dropped, silently."""
+    calls: list[Callable[[torch.Tensor], Any]] = [
+        cdl.allreduce,
+        lambda x: cdl.allreduce(x, out=x),
+        lambda x: cdl.allreduce(x, async_op=True),
+        cdl.all_gather,
+        cdl.average,
+        lambda x: cdl.gradients([x]),
+        lambda x: cdl.broadcast([x]),
+        lambda x: cdl.broadcast([x], in_place=False),
+        lambda x: cdl.send(x, 0),
+    ]
+    for function in calls:
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(dl_comm.ArgumentError, match="tangent"):
+            function(torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2)))
+    with pytest.raises(dl_comm.ArgumentError, match="tangent"):
+        torch.func.jvp(cdl.allreduce, (torch.ones(2),), (torch.ones(2),))

@@ -68,6 +68,7 @@ def broadcast(
     must be contiguous, at once. `in_place=False`: return new tensors; differentiable.
     """
     given = _tensors(tensors)
+    _ops.refuse_tangents(given)
     if not in_place:
         if async_op:
             raise ArgumentError("broadcast with async_op works in place")

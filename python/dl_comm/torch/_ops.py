@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from dl_comm import _cuda, _load
 from dl_comm._errors import ArgumentError, StateError, translate
@@ -157,8 +158,22 @@ def detach_control(number: int) -> None:
     call(_ops.detach, number)
 
 
+def refuse_tangents(tensors: list[torch.Tensor]) -> None:
+    """Raise ArgumentError for tensors with tangents, which torch would drop."""
+    if torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
+        if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise ArgumentError(
+                "a tensor has a tangent, and dl_comm has no forward-mode differentiation: use backward "
+                "(torch.func.vjp instead of jvp)"
+            )
+
+
 def call(op: Callable[..., Any], *arguments: Any) -> Any:
-    """Call an op; raise the error of dl_comm that it reports."""
+    """Call an op; raise the error of dl_comm that it reports, and ArgumentError for tensors with tangents."""
+    if type(arguments[0]) is list:
+        refuse_tangents(arguments[0])
     try:
         return op(*arguments)
     except RuntimeError as error:
@@ -197,7 +212,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradient(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
-    means = _ops.average(gradients, ctx.team, f"{ctx.name}.gradient", ctx.labels, ctx.towers, ctx.timeout)
+    means = call(_ops.average, gradients, ctx.team, f"{ctx.name}.gradient", ctx.labels, ctx.towers, ctx.timeout)
     return means, None, None, None, None, None
 
 
