@@ -94,27 +94,36 @@ def steps(images: Images, size: int, batch_size: int) -> int:
 
 
 class Progress:
-    """Shows how far training is: one line that is rewritten on a terminal, else a line each tenth of the way."""
+    """Shows how far training is: one line that is rewritten on a terminal, else a line each tenth of the way.
 
-    def __init__(self, enabled: bool, total_steps: int) -> None:
-        """Show something only when `enabled` (rank 0) out of `total_steps` steps."""
+    The last line is the speed, by the median of the steps: the first ones may compile.
+    """
+
+    def __init__(self, enabled: bool, total_steps: int, images: int) -> None:
+        """Show something only when `enabled` (rank 0) out of `total_steps` steps, each of `images` of all ranks."""
         self._enabled = enabled
         self._total = max(total_steps, 1)
+        self._images = images
         self._terminal = sys.stdout.isatty()
         self._tenth = 0
         self._begin = time.monotonic()
+        self._ends = [self._begin]
 
     def update(self, step: int, loss: float) -> None:
         """Report that `step` steps (counted from 1) are done, the last with `loss`."""
         if not self._enabled:
             return
-        last = step >= self._total
-        line = f"step {step}/{self._total}  loss {loss:.4f}  {time.monotonic() - self._begin:.0f} s"
+        last, now = step >= self._total, time.monotonic()
+        line = f"step {step}/{self._total}  loss {loss:.4f}  {now - self._begin:.0f} s"
+        tenth = step * 10 // self._total
         if self._terminal:
             print(f"\r{line:<60}", end="\n" if last else "", flush=True)
-        elif step * 10 // self._total > self._tenth:
-            self._tenth = step * 10 // self._total
+        elif tenth > self._tenth:
             print(line, flush=True)
+        self._tenth = tenth
+        self._ends.append(now)
+        if last:
+            print(f"images/s: {self._images / np.median(np.diff(self._ends)):.0f}", flush=True)
 
 
 def _positive(text: str) -> int:

@@ -132,7 +132,7 @@ def main() -> int:
         "lr": args.lr,
         "max_steps": max_steps,
         "numworkers": numworkers,
-        "progress": mnist.Progress(myrank == 0, max_steps),
+        "progress": mnist.Progress(myrank == 0, max_steps, batch_size * numworkers),
     }
     with tempfile.TemporaryDirectory() as model_dir:  # each rank writes checkpoints of its own, and evaluates them
         config = tf.estimator.RunConfig(session_config=session_config)

@@ -84,7 +84,7 @@ def main() -> int:
     )
     callbacks = [dk.BroadcastCallback(), dk.MetricAverageCallback()]  # (3) and (4)
     if rank == 0:
-        callbacks.append(ShowProgress(mnist.Progress(True, total)))
+        callbacks.append(ShowProgress(mnist.Progress(True, total, args.batch_size * size)))
         if args.checkpoint:
             path = args.checkpoint if args.checkpoint.endswith(".keras") else args.checkpoint + ".keras"
             callbacks.append(keras.callbacks.ModelCheckpoint(path))

@@ -78,7 +78,7 @@ def main() -> int:
     data = load(args.data_dir, verbose=rank == 0)
     epoch_steps = steps(data.train_images, size, args.batch_size)
     total = epoch_steps * args.epochs
-    progress = Progress(rank == 0, total)
+    progress = Progress(rank == 0, total, args.batch_size * size)
     velocity = [np.zeros_like(p) for p in parameters]
 
     for step in range(total):

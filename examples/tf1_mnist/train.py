@@ -84,7 +84,7 @@ def main() -> int:
 
     threads = max(1, len(os.sched_getaffinity(0)) // mc.local_size())
     config = tf.ConfigProto(inter_op_parallelism_threads=threads, intra_op_parallelism_threads=threads)
-    progress = mnist.Progress(myrank == 0, max_steps)
+    progress = mnist.Progress(myrank == 0, max_steps, args.batch_size * numworkers)
     with tf.train.MonitoredTrainingSession(hooks=hooks, config=config) as session:
         for epoch in range(args.epochs):
             x, y = mnist.shard(data.train_images, data.train_labels, myrank, numworkers, epoch)

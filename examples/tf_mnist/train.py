@@ -70,7 +70,7 @@ def main() -> int:
         hits = tf.argmax(model(images, training=False), axis=1) == labels
         return tf.reduce_mean(tf.cast(hits, tf.float64))
 
-    progress = mnist.Progress(rank == 0, total)
+    progress = mnist.Progress(rank == 0, total, args.batch_size * size)
     step = 0
     for epoch in range(args.epochs):
         images, labels = mnist.shard(data.train_images, data.train_labels, rank, size, epoch)

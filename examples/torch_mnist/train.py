@@ -94,7 +94,7 @@ def main() -> int:
         optimizer, lambda step: min(1.0, 10 * (step + 1) / total) * min(1.0, 4 * (1 - step / total))
     )
 
-    progress = Progress(rank == 0, total)
+    progress = Progress(rank == 0, total, args.batch_size * size)
     for epoch in range(args.epochs):
         mine = shard(data.train_images, data.train_labels, rank, size, epoch)
         images, labels = on_device(*mine, device)

@@ -27,6 +27,7 @@ def accuracy(name: str, ranks: int, *options: str) -> tuple[float, str]:
     # Not necessarily the last line: finalize may print after it, and output may be buffered.
     found = re.findall(r"^test accuracy: (\d\.\d{4})$", finished.output, re.MULTILINE)
     assert len(found) == 1, finished.output
+    assert re.search(r"^images/s: [1-9]\d*$", finished.output, re.MULTILINE), finished.output
     return float(found[0]), finished.output
 
 
@@ -54,6 +55,24 @@ def test_example_on_bundled_digits(name: str, tmp_path: Path, monkeypatch: pytes
 def test_example_on_mnist(name: str, ranks: int) -> None:
     reached, output = accuracy(name, ranks, "--data-dir", str(MNIST), "--epochs", "2")
     assert reached >= 0.97, output
+
+
+def test_the_first_command_ends_with_the_gain(tmp_path: Path) -> None:
+    """Without its set-up."""
+    tree = tmp_path / "examples"
+    tree.mkdir()
+    for name in ("run.sh", "mnist.py", "numpy_mnist"):
+        (tree / name).symlink_to(EXAMPLES / name)
+    (tree / "setup.sh").write_text("#!/bin/sh\n")
+    (tree / "setup.sh").chmod(0o755)
+    arguments = ["numpy_mnist", "--epochs", "3", "--checkpoint", str(tmp_path / "model")]
+    finished = run([str(tree / "run.sh"), *arguments], 120, {"DL_COMM_VENV": sys.prefix, "HOME": str(tmp_path)})
+    assert finished.returncode == 0, finished.output
+    *_, last = finished.output.splitlines()
+    assert re.fullmatch(r"dl_comm: \d+ images/s on 1 process, \d+ on 2: \d+\.\d\d times", last), finished.output
+    failed = run([str(tree / "run.sh"), "numpy_mnist", "--epochs", "0"], 60, {"DL_COMM_VENV": sys.prefix})
+    assert failed.returncode != 0
+    assert "0 is not at least 1" in failed.output
 
 
 def test_setup_reports_a_broken_cargo_at_once(tmp_path: Path) -> None:
