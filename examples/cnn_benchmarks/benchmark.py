@@ -18,7 +18,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import data
-import dl_comm as mc
+import dl_comm
 import options
 import report
 
@@ -32,7 +32,7 @@ def trainer(args: argparse.Namespace, threads: int) -> Any:
 
 def measure(args: argparse.Namespace, side: Any) -> list[float]:
     """Train, print the lines of the steps, and give the seconds of each measured step."""
-    batches = data.batches(args, mc.get_rank(), mc.get_nranks(), side.decode)
+    batches = data.batches(args, dl_comm.rank(), dl_comm.size(), side.decode)
     if args.synthetic:
         prepared = side.prepare(*next(batches))  # always the same batch, as tf_cnn_benchmarks does
     times = []
@@ -40,7 +40,7 @@ def measure(args: argparse.Namespace, side: Any) -> list[float]:
     for step in range(-args.num_warmup_batches, args.num_batches):
         if step == 0:
             report.say("Done warm up\nStep\tImg/sec\ttotal_loss")
-            mc.barrier()
+            dl_comm.barrier()
         begin = time.perf_counter()
         loss = side.step(*(prepared if args.synthetic else side.prepare(*next(batches))))
         seconds = time.perf_counter() - begin
@@ -56,18 +56,18 @@ def main() -> int:
     args = options.parse()
     # A framework reads these when it is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    mc.init(args.nthread_per_team or 2, args.nteams or 1)
-    threads = args.num_intra_threads or max(1, len(os.sched_getaffinity(0)) // mc.local_size())
+    dl_comm.init(args.nthread_per_team or 2, args.nteams or 1)
+    threads = args.num_intra_threads or max(1, len(os.sched_getaffinity(0)) // dl_comm.local_size())
     side = trainer(args, threads)
     if args.ksteps is not None:
         steps = args.num_warmup_batches + args.num_batches
-        mc.config_team(0, args.trans_alg or 0, args.ksteps, steps, 1, args.display_every)
+        dl_comm.config_team(0, args.trans_alg or 0, args.ksteps, steps, 1, args.display_every)
     report.header(args, side.parameters)
     times = measure(args, side)
     report.total(times, args.batch_size, args.single_rank_images_per_sec)
-    different = args.variable_update != "none" and mc.check_buffers_match(side.weights(), 1) != 0
+    different = args.variable_update != "none" and dl_comm.check_buffers_match(side.weights(), 1) != 0
     side.close()
-    mc.finalize()
+    dl_comm.finalize()
     if different:
         print("the ranks' weights differ", file=sys.stderr)
     return int(different)

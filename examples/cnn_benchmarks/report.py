@@ -10,18 +10,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-import dl_comm as mc
+import dl_comm
 
 
 def say(text: str) -> None:
     """Print on rank 0."""
-    if mc.get_rank() == 0:
+    if dl_comm.rank() == 0:
         print(text, flush=True)
 
 
 def header(args: argparse.Namespace, parameters: int) -> None:
     """Print what is going to be measured."""
-    size = mc.get_nranks()
+    size = dl_comm.size()
     lines = {
         "Model": args.model,
         "Parameters": f"{parameters:,}",
@@ -30,7 +30,7 @@ def header(args: argparse.Namespace, parameters: int) -> None:
         "Mode": "training",
         "Batch size": f"{args.batch_size * size} global\n{'':13}{args.batch_size} per device",
         "Num batches": args.num_batches,
-        "Num ranks": f"{size} on {mc.num_hosts()} host(s)",
+        "Num ranks": f"{size} on {dl_comm.num_hosts()} host(s)",
         "Data format": args.data_format,
         "Optimizer": args.optimizer,
         "Variables": args.variable_update,
@@ -51,15 +51,15 @@ def progress(step: int, times: Sequence[float], batch_size: int, loss: float) ->
         "uncertainty": np.std(speeds) / np.sqrt(len(speeds)),
         "jitter": 1.4826 * np.median(np.abs(speeds - np.median(speeds))),
     }
-    means = mc.average_metrics({**mine, "loss": loss})
-    mean, uncertainty, jitter = (means[name] * mc.get_nranks() for name in mine)
+    means = dl_comm.average_metrics({**mine, "loss": loss})
+    mean, uncertainty, jitter = (means[name] * dl_comm.size() for name in mine)
     say(f"{step}\timages/sec: {mean:.1f} +/- {uncertainty:.1f} (jitter = {jitter:.1f})\t{means['loss']:.3f}")
 
 
 def total(times: Sequence[float], batch_size: int, baseline: float | None) -> None:
     """Print the speed of all steps, and how much each rank has of `baseline`, that of a rank alone. Collective."""
-    size = mc.get_nranks()
-    speed = mc.average_metrics({"speed": batch_size / np.mean(times)})["speed"] * size
+    size = dl_comm.size()
+    speed = dl_comm.average_metrics({"speed": batch_size / np.mean(times)})["speed"] * size
     line = "-" * 64
     say(f"{line}\ntotal images/sec: {speed:.2f}\n{line}")
     if baseline is not None:

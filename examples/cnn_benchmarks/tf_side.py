@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import dl_comm as mc
-import dl_comm.tensorflow as dt
+import dl_comm
+import dl_comm.tensorflow
 import tf_models
 
 
@@ -22,14 +22,14 @@ class Trainer:
         """Build what the options say; `threads` is how many an operation may use."""
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)
-        keras.utils.set_random_seed(mc.get_rank())  # different on purpose: the ranks get equal by a broadcast
+        keras.utils.set_random_seed(dl_comm.rank())  # different on purpose: the ranks get equal by a broadcast
         self._net = tf_models.build(args.model, args.shape)
         variables = self._net.trainable_variables
         self.parameters = sum(int(np.prod(variable.shape)) for variable in variables)
         optimizer = _optimizer(args.optimizer, args.init_learning_rate)
         if args.variable_update == "dl_comm":
-            optimizer = dt.DistributedOptimizer(optimizer)
-            dt.broadcast_variables(self._net.variables)
+            optimizer = dl_comm.tensorflow.DistributedOptimizer(optimizer)
+            dl_comm.tensorflow.broadcast_variables(self._net.variables)
         optimizer.build(variables)
 
         @tf.function(jit_compile=False)

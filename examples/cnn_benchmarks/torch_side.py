@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-import dl_comm as mc
-import dl_comm.torch as cdl
+import dl_comm
+import dl_comm.torch
 import torch_models
 
 
@@ -23,7 +23,7 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, threads: int) -> None:
         """Build what the options say; `threads` is how many an operation may use."""
         torch.set_num_threads(threads)
-        torch.manual_seed(mc.get_rank())  # different on purpose: the ranks get equal by a broadcast
+        torch.manual_seed(dl_comm.rank())  # different on purpose: the ranks get equal by a broadcast
         self._format = torch.channels_last if args.data_format == "NHWC" else torch.contiguous_format
         self._net = torch_models.build(args.model, args.shape).to(memory_format=self._format)
         self._net.train()
@@ -36,7 +36,7 @@ class Trainer:
             self._forward = nn.parallel.DistributedDataParallel(self._net, bucket_cap_mb=bucket_mb)
         self._optimizer = _optimizer(args.optimizer, self._net, args.init_learning_rate)
         if args.variable_update == "dl_comm":
-            self._optimizer = cdl.DistributedOptimizer(
+            self._optimizer = dl_comm.torch.DistributedOptimizer(
                 self._optimizer,
                 args.nteams or 1,
                 args.nthread_per_team or 2,
@@ -44,7 +44,7 @@ class Trainer:
                 bucket_mb=bucket_mb,
                 team=0,
             )
-            cdl.broadcast_parameters(list(self._net.named_buffers()))
+            dl_comm.torch.broadcast_parameters(list(self._net.named_buffers()))
 
     def prepare(self, images: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn a batch of `data` into tensors of this framework."""
@@ -91,13 +91,13 @@ def _optimizer(name: str, net: nn.Module, lr: float) -> torch.optim.Optimizer:
 def _start_gloo() -> None:
     """Start torch's own process group among the ranks of mpiexec: rank 0 says where the others find it."""
     where = np.zeros(256, np.uint8)
-    if mc.get_rank() == 0:
-        host = "127.0.0.1" if mc.num_hosts() == 1 else socket.gethostname()
+    if dl_comm.rank() == 0:
+        host = "127.0.0.1" if dl_comm.num_hosts() == 1 else socket.gethostname()
         with socket.socket() as free:
             free.bind(("", 0))
             address = f"{host} {free.getsockname()[1]}".encode()
         where[: len(address)] = np.frombuffer(address, np.uint8)
-    mc.broadcast([where], 0)
+    dl_comm.broadcast([where], 0)
     host, port = where.tobytes().rstrip(b"\0").decode().split()
-    os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, RANK=str(mc.get_rank()), WORLD_SIZE=str(mc.get_nranks()))
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, RANK=str(dl_comm.rank()), WORLD_SIZE=str(dl_comm.size()))
     torch.distributed.init_process_group("gloo", init_method="env://")

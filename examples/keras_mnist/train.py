@@ -17,8 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import dl_comm as mc
-import dl_comm.keras as dk
+import dl_comm
+import dl_comm.keras
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import mnist
@@ -59,9 +59,9 @@ class ShowProgress(keras.callbacks.Callback):
 def main() -> int:
     """Train, test and give the exit status: 1 when the ranks end with different weights."""
     args = mnist.arguments(__doc__.splitlines()[0], lr=0.002)
-    mc.init()  # (1)
-    rank, size = mc.get_rank(), mc.get_nranks()
-    threads = max(1, len(os.sched_getaffinity(0)) // mc.local_size())
+    dl_comm.init()  # (1)
+    rank, size = dl_comm.rank(), dl_comm.size()
+    threads = max(1, len(os.sched_getaffinity(0)) // dl_comm.local_size())
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(threads)
 
@@ -78,11 +78,11 @@ def main() -> int:
     )
     model = build_model()
     model.compile(
-        dk.DistributedOptimizer(keras.optimizers.Adam(rate)),  # (2)
+        dl_comm.keras.DistributedOptimizer(keras.optimizers.Adam(rate)),  # (2)
         loss="sparse_categorical_crossentropy",
         metrics=["accuracy"],
     )
-    callbacks = [dk.BroadcastCallback(), dk.MetricAverageCallback()]  # (3) and (4)
+    callbacks = [dl_comm.keras.BroadcastCallback(), dl_comm.keras.MetricAverageCallback()]  # (3) and (4)
     if rank == 0:
         callbacks.append(ShowProgress(mnist.Progress(True, total, args.batch_size * size)))
         if args.checkpoint:
@@ -99,10 +99,10 @@ def main() -> int:
         callbacks=callbacks,
     ).history
 
-    same = mc.check_buffers_match([np.asarray(weight) for weight in model.weights], 1) == 0
+    same = dl_comm.check_buffers_match([np.asarray(weight) for weight in model.weights], 1) == 0
     if rank == 0:
         print(f"test accuracy: {history['val_accuracy'][-1]:.4f}")
-    mc.finalize()
+    dl_comm.finalize()
     return 0 if same else 1
 
 

@@ -12,23 +12,23 @@ from typing import Any
 import torch
 
 import dl_comm
-import dl_comm.torch as cdl
+import dl_comm.torch
 
 
 def train(checkpoint: Path, epochs: int, **numbers: Any) -> float:
     """Fit y = 3 x + 1, each rank with its own samples. Without a launcher, `numbers` are those of `dl_comm.init`."""
     dl_comm.init(**numbers)
-    rank, launcher = dl_comm.get_rank(), dl_comm.topology()["launcher"]
+    rank, launcher = dl_comm.rank(), dl_comm.topology()["launcher"]
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = cdl.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    optimizer = dl_comm.torch.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     first = 0
     if dl_comm.broadcast_object(checkpoint.exists(), 0):
-        saved = cdl.load_checkpoint(checkpoint)
+        saved = dl_comm.torch.load_checkpoint(checkpoint)
         model.load_state_dict(saved["model"])
         first = saved["epoch"]
     if rank == 0:
-        print(f"{dl_comm.get_nranks()} ranks, started by {launcher}, begin with epoch {first}", flush=True)
+        print(f"{dl_comm.size()} ranks, started by {launcher}, begin with epoch {first}", flush=True)
     generator = torch.Generator().manual_seed(rank)
     for epoch in range(first, epochs):
         for _ in range(50):
@@ -37,7 +37,7 @@ def train(checkpoint: Path, epochs: int, **numbers: Any) -> float:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        cdl.save_checkpoint(checkpoint, model=model, epoch=epoch + 1)
+        dl_comm.torch.save_checkpoint(checkpoint, model=model, epoch=epoch + 1)
     slope = model.weight.item()
     if rank == 0:
         print(f"slope {slope:.2f}", flush=True)

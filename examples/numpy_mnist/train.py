@@ -18,7 +18,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-import dl_comm as mc  # noqa: E402
+import dl_comm  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mnist import Images, Labels, Progress, arguments, load, shard, steps  # noqa: E402
@@ -61,19 +61,19 @@ def accuracy(parameters: list[Array], images: Images, labels: Labels) -> float:
     """Return the mean accuracy over all ranks, each with its part of the images."""
     hits = forward(parameters, images)[2].argmax(axis=1) == labels
     metric = np.array([hits.mean()], dtype=np.float32)
-    mc.average(metric)
+    dl_comm.average(metric)
     return float(metric[0])
 
 
 def main() -> int:
     """Train, and return the exit status."""
     args = arguments("MNIST with NumPy on several processes", lr=0.1)
-    mc.init_mpi()
-    rank, size = mc.get_rank(), mc.get_nranks()
+    dl_comm.init_mpi()
+    rank, size = dl_comm.rank(), dl_comm.size()
 
     parameters = initial_parameters(seed=rank)  # different on purpose: the broadcast makes them equal
-    mc.init(nthread_per_team=2, nteams=1, msglen=sum(p.size for p in parameters))
-    mc.broadcast(parameters, 0)
+    dl_comm.init(nthread_per_team=2, nteams=1, msglen=sum(p.size for p in parameters))
+    dl_comm.broadcast(parameters, 0)
 
     data = load(args.data_dir, verbose=rank == 0)
     epoch_steps = steps(data.train_images, size, args.batch_size)
@@ -87,7 +87,7 @@ def main() -> int:
             images, labels = shard(data.train_images, data.train_labels, rank, size, epoch)
         batch = slice(i * args.batch_size, (i + 1) * args.batch_size)
         loss, grads = loss_and_gradients(parameters, images[batch], labels[batch])
-        grads = mc.gradients(grads, 0)
+        grads = dl_comm.gradients(grads, 0)
         # The learning rate grows with the number of ranks, after a warm-up over the first tenth, and falls at the end.
         lr = args.lr * size * min(1.0, 10 * (step + 1) / total) * min(1.0, 4 * (1 - step / total))
         for p, v, g in zip(parameters, velocity, grads, strict=True):
@@ -100,8 +100,8 @@ def main() -> int:
     if rank == 0 and args.checkpoint:
         with open(args.checkpoint, "wb") as file:
             np.savez(file, w1=parameters[0], b1=parameters[1], w2=parameters[2], b2=parameters[3])
-    different = mc.check_buffers_match(parameters, 1)
-    mc.finalize()
+    different = dl_comm.check_buffers_match(parameters, 1)
+    dl_comm.finalize()
     if different:
         return 1
     if rank == 0:

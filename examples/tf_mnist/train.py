@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-import dl_comm as mc
-import dl_comm.tensorflow as dt
+import dl_comm
+import dl_comm.tensorflow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import mnist
@@ -40,9 +40,9 @@ def build_model() -> tf.keras.Model:
 def main() -> int:
     """Train, test and give the exit status: 1 when the ranks end with different weights."""
     args = mnist.arguments(__doc__.splitlines()[0], lr=0.002)
-    mc.init()  # (1)
-    rank, size = mc.get_rank(), mc.get_nranks()
-    threads = max(1, len(os.sched_getaffinity(0)) // mc.local_size())
+    dl_comm.init()  # (1)
+    rank, size = dl_comm.rank(), dl_comm.size()
+    threads = max(1, len(os.sched_getaffinity(0)) // dl_comm.local_size())
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(threads)
 
@@ -54,14 +54,14 @@ def main() -> int:
     variables = model.trainable_variables
     optimizer = tf.keras.optimizers.Adam(args.lr)
     optimizer.build(variables)
-    dt.broadcast_variables(model.weights)  # (2)
+    dl_comm.tensorflow.broadcast_variables(model.weights)  # (2)
 
     @tf.function
     def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, model(images, training=True))
             loss = tf.reduce_mean(losses)
-        grads = dt.gradients(tape.gradient(loss, variables))  # (3)
+        grads = dl_comm.tensorflow.gradients(tape.gradient(loss, variables))  # (3)
         optimizer.apply_gradients(zip(grads, variables, strict=True))
         return loss
 
@@ -84,13 +84,14 @@ def main() -> int:
             progress.update(step, float(loss))
 
     images, labels = mnist.shard(data.test_images, data.test_labels, rank, size, epoch=0)
-    tested = float(dt.average(accuracy(images[..., None], labels)))  # (4) each rank has tested its share
+    # (4) each rank has tested its share
+    tested = float(dl_comm.tensorflow.average(accuracy(images[..., None], labels)))
     if rank == 0 and args.checkpoint:
         print("checkpoint:", tf.train.Checkpoint(model=model).write(args.checkpoint))
-    same = mc.check_buffers_match([np.asarray(weight) for weight in model.weights], 1) == 0
+    same = dl_comm.check_buffers_match([np.asarray(weight) for weight in model.weights], 1) == 0
     if rank == 0:
         print(f"test accuracy: {tested:.4f}")
-    mc.finalize()
+    dl_comm.finalize()
     return 0 if same else 1
 
 

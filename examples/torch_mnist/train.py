@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import dl_comm as mc
-import dl_comm.torch as cdl
+import dl_comm
+import dl_comm.torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mnist import Images, Labels, Progress, arguments, load, shard, steps
@@ -50,7 +50,7 @@ def evaluate(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tu
         scores = model(images)
         loss = functional.cross_entropy(scores, labels)
         accuracy = (scores.argmax(dim=1) == labels).float().mean()
-    return cdl.average(loss, "loss").item(), cdl.average(accuracy, "accuracy").item()
+    return dl_comm.torch.average(loss, "loss").item(), dl_comm.torch.average(accuracy, "accuracy").item()
 
 
 def on_device(images: Images, labels: Labels, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +64,7 @@ def choose_device(name: str | None) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise SystemExit("--device is cuda, but torch finds no GPU")
-    device = torch.device("cuda", mc.local_rank() % torch.cuda.device_count())
+    device = torch.device("cuda", dl_comm.local_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
@@ -72,9 +72,9 @@ def choose_device(name: str | None) -> torch.device:
 def main() -> int:
     """Train, and return the exit status."""
     args = arguments("MNIST with PyTorch on several processes", lr=0.02, devices=("cpu", "cuda"))
-    mc.init(nthread_per_team=2, nteams=1)
-    rank, size = mc.get_rank(), mc.get_nranks()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // mc.local_size()))
+    dl_comm.init(nthread_per_team=2, nteams=1)
+    rank, size = dl_comm.rank(), dl_comm.size()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dl_comm.local_size()))
     device = choose_device(args.device)
     torch.manual_seed(rank)  # different on purpose: the broadcast makes the weights equal
 
@@ -85,8 +85,8 @@ def main() -> int:
     total = epoch_steps * args.epochs
 
     model = Network().to(device)
-    cdl.broadcast_parameters(model, root=0)
-    optimizer = cdl.DistributedOptimizer(
+    dl_comm.torch.broadcast_parameters(model, root=0)
+    optimizer = dl_comm.torch.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=args.lr * size, momentum=0.9), named_parameters=model.named_parameters()
     )
     # The learning rate grows with the number of ranks, after a warm-up over the first tenth, and falls at the end.
@@ -111,8 +111,8 @@ def main() -> int:
     test_loss, accuracy = evaluate(model, *on_device(*mine, device))
     if rank == 0 and args.checkpoint:
         torch.save(model.state_dict(), args.checkpoint)
-    different = mc.check_buffers_match([p.detach() for p in model.parameters()], 1)
-    mc.finalize()
+    different = dl_comm.check_buffers_match([p.detach() for p in model.parameters()], 1)
+    dl_comm.finalize()
     if different:
         return 1
     if rank == 0:

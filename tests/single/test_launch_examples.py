@@ -45,12 +45,12 @@ def test_torchrun_starts_again_after_a_failure(tmp_path: Path) -> None:
 import os, signal, sys
 sys.path.insert(0, {str(LAUNCH)!r})
 import train
-save = train.cdl.save_checkpoint
+save = train.dl_comm.torch.save_checkpoint
 def save_and_fail(path, **objects):
     save(path, **objects)
     if (objects["epoch"], os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (2, "1", "0"):
         os.kill(os.getpid(), signal.SIGKILL)
-train.cdl.save_checkpoint = save_and_fail
+train.dl_comm.torch.save_checkpoint = save_and_fail
 train.train(train.Path({str(checkpoint)!r}), 4)
 """
     )
