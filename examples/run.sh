@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets everything up, then trains MNIST on two processes:  examples/run.sh [EXAMPLE] [OPTION...]
 # EXAMPLE is torch_mnist (the default), tf_mnist, tf1_mnist, estimator_mnist, keras_mnist or numpy_mnist; the options are
-# the example's (--data-dir, --epochs, ...). RANKS sets the number of processes. The last line compares the speed with one.
+# the example's (--data-dir, --epochs, ...). RANKS sets the number of processes. The last line compares the speed with that of one
+# process, which has all processors.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,4 +34,4 @@ train "$ranks" "$@" | tee "$log"
 echo "dl_comm: an epoch on one process, to compare"
 train 1 "$@" --epochs 1 --checkpoint "" >>"$log"
 awk -v ranks="$ranks" '/^images\/s: / { rate[n++] = $2 } END {
-  printf "dl_comm: %d images/s on 1 process, %d on %d: %.2f times\n", rate[1], rate[0], ranks, rate[0] / rate[1] }' "$log"
+  printf "dl_comm: %d images/s on 1 process, %d on %d: %.2f times on this machine\n", rate[1], rate[0], ranks, rate[0] / rate[1] }' "$log"

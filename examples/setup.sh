@@ -35,6 +35,12 @@ pip() { # shows pip's progress, and every ten seconds that it still builds
   wait "$running"
   trap - INT TERM EXIT
 }
-pip ".${extras:+[$extras]}"
+packages=(".${extras:+[$extras]}")
+# Without a GPU: a torch without CUDA, where the package index has one.
+if [[ " $* " == *" torch "* ]] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null && ! "$venv/bin/python" -m pip show -q torch 2>/dev/null; then
+  cpu=$("$venv/bin/python" -m pip index versions torch 2>/dev/null | grep -o '[0-9.]*+cpu' | head -n 1 || true)
+  [ -z "$cpu" ] || packages+=("torch==$cpu")
+fi
+pip "${packages[@]}"
 # It asks for the distribution tensorflow, in whose place tensorflow-cpu does.
 case " $* " in *" test "*) pip --no-deps "tf_keras>=2.16" ;; esac

@@ -69,7 +69,9 @@ def test_the_first_command_ends_with_the_gain(tmp_path: Path) -> None:
     finished = run([str(tree / "run.sh"), *arguments], 120, {"DL_COMM_VENV": sys.prefix, "HOME": str(tmp_path)})
     assert finished.returncode == 0, finished.output
     *_, last = finished.output.splitlines()
-    assert re.fullmatch(r"dl_comm: \d+ images/s on 1 process, \d+ on 2: \d+\.\d\d times", last), finished.output
+    assert re.fullmatch(r"dl_comm: \d+ images/s on 1 process, \d+ on 2: \d+\.\d\d times on this machine", last), (
+        finished.output
+    )
     failed = run([str(tree / "run.sh"), "numpy_mnist", "--epochs", "0"], 60, {"DL_COMM_VENV": sys.prefix})
     assert failed.returncode != 0
     assert "0 is not at least 1" in failed.output
@@ -92,6 +94,30 @@ def test_setup_reports_a_broken_cargo_at_once(tmp_path: Path) -> None:
     assert "could not choose a version of cargo" in line
     assert "rustup default stable" in line
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="has a GPU")
+@pytest.mark.parametrize(("versions", "chosen"), [("2.15.0+cu132, 2.15.0+cpu, 2.14.1+cpu", True), ("2.15.0", False)])
+def test_setup_chooses_a_torch_without_cuda(tmp_path: Path, versions: str, chosen: bool) -> None:
+    """The test's pip knows these versions, and installs nothing."""
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f"""#!/bin/sh
+case "$*" in
+  *"pip show"*) exit 1 ;;
+  *"pip index versions torch"*) echo "Available versions: {versions}" ;;
+  *"pip install"*) echo "installs: $*" ;;
+esac
+"""
+    )
+    python.chmod(0o755)
+    env = {"DL_COMM_VENV": str(python.parent.parent), "PYTHON": sys.executable}
+    finished = run([str(ROOT / "examples/setup.sh"), "torch", "examples"], 60, env)
+    assert finished.returncode == 0, finished.output
+    (line,) = re.findall("^installs: .*", finished.output, re.MULTILINE)
+    assert (".[torch,examples] torch==2.15.0+cpu" in line) == chosen, line
+    assert ".[torch,examples]" in line
 
 
 def test_the_gate_ignores_the_environment_of_the_shell(tmp_path: Path) -> None:
