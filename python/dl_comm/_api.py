@@ -29,6 +29,7 @@ from dl_comm._errors import (
     PeerLostError,
     StateError,
     TimeoutError,  # noqa: A004 - a subclass of the builtin
+    error_of,
 )
 from dl_comm._groups import Group, Status, Work, join, split
 from dl_comm._memory import shared_memory, shared_zeros
@@ -104,6 +105,7 @@ __all__ = [
     "core_id",
     "create_team",
     "dump",
+    "error_of",
     "finalize",
     "gather",
     "gather_object",

@@ -46,13 +46,46 @@ _BY_CODE: dict[int, type[CommError]] = {
     -6: PeerLostError,
 }
 
-_IN_TEXT = re.compile(r"dl_comm error (-\d+): (.*)", re.DOTALL)
+# TensorFlow adds the node, the operation, and where it was created.
+_IN_TEXT = re.compile(r"dl_comm error (-\d+): (.*?)(?=\n\t \[\[| \[Op:|\Z)", re.DOTALL)
 
 
 def from_code(code: int, message: str) -> CommError:
     """The exception for a ``DL_COMM_ERROR_*`` code of ``dl_comm.h``."""
     error: CommError = _BY_CODE.get(code, CommError)(message)
     return error
+
+
+def error_of(exception: BaseException) -> CommError | None:
+    """Return the error of dl_comm that a framework's exception carries, or None if it carries none.
+
+    Operations in a graph of TensorFlow (a ``tf.function``, ``model.fit``, a session) or of ``torch.compile``, and
+    ``torch.distributed``, raise exceptions of the framework with the text of the error. All other calls raise a
+    `CommError` itself, which this returns as it is::
+
+        try:
+            model.fit(...)
+        except Exception as exception:
+            if not isinstance(dl_comm.error_of(exception), dl_comm.PeerLostError):
+                raise
+
+    Args:
+        exception: Any exception. Those that it was raised from count too.
+
+    Thread rule: any thread.
+    """
+    following: BaseException | None = exception
+    seen: set[int] = set()
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        if isinstance(following, CommError):
+            ours: CommError = following
+            return ours
+        found = _in_text(following)
+        if found is not None:
+            return found
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+    return None
 
 
 def translate(error: BaseException) -> BaseException:
@@ -65,5 +98,9 @@ def translate(error: BaseException) -> BaseException:
     raised = _dl_comm.raised_while_waiting()
     if raised is not None:
         return raised
+    return _in_text(error) or error
+
+
+def _in_text(error: BaseException) -> CommError | None:
     found = _IN_TEXT.search(str(error))
-    return from_code(int(found.group(1)), found.group(2).strip()) if found else error
+    return from_code(int(found.group(1)), found.group(2).strip()) if found else None

@@ -219,4 +219,4 @@ def rendezvous_by_launcher(timeout: timedelta = default_pg_timeout, **_options: 
     if store is None:
         store = TCPStore(host, port, size, False, timeout, wait_for_workers=False)
     yield store, rank, size
-    raise RuntimeError("this rendezvous cannot be repeated: call init_process_group again")
+    raise StateError("this rendezvous cannot be repeated: call init_process_group again")

@@ -178,6 +178,20 @@ def test_errors_are_ours_and_name_the_argument(call: Any, kind: type[Exception],
         call(np.ones(3, np.float32))
 
 
+def test_the_error_in_an_exception_of_a_framework() -> None:
+    text = "{{node x}} dl_comm error -6: rank 1 has ended\n\t [[{{node x}}]] [Op:f]\n\nCreated in"
+    error = mc.error_of(RuntimeError(text))
+    assert type(error) is mc.PeerLostError
+    assert str(error) == "rank 1 has ended"
+    assert str(mc.error_of(OSError("dl_comm error -5: two\nlines [Op:f] name: x"))) == "two\nlines"
+    ours = mc.MismatchError("calls differ")
+    assert mc.error_of(ours) is ours
+    wrapped = KeyError("wrapped")
+    wrapped.__cause__ = ours
+    assert mc.error_of(wrapped) is ours
+    assert mc.error_of(ValueError("another")) is None
+
+
 def test_teams_that_differ_between_ranks(rank: int, size: int) -> None:
     if size == 1:
         pytest.skip("needs two ranks")

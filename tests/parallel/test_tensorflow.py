@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -287,16 +289,16 @@ def test_a_negative_team_is_refused_before_anything_runs(rank, size, team):
 
 
 def test_a_team_that_is_not_there(rank, size):
-    with pytest.raises(tf.errors.InvalidArgumentError, match="dl_comm error -1"):
+    with pytest.raises(mc.ArgumentError, match="^[^{]*99"):
         dt.gradients([tf.constant(1.0)], 99)
     np.testing.assert_allclose(dt.gradients([tf.constant(float(rank))])[0], (size - 1) / 2)
 
 
 @pytest.mark.parametrize("past", [True, False])
 def test_a_root_that_is_not_there(rank, size, past):
-    error, words = (tf.errors.InvalidArgumentError, "dl_comm error -1") if past else (mc.ArgumentError, "root -1")
-    with pytest.raises(error, match=words):
-        dt.broadcast([tf.constant(1.0)], size if past else -1)
+    root = size if past else -1
+    with pytest.raises(mc.ArgumentError, match=f"root {root}"):
+        dt.broadcast([tf.constant(1.0)], root)
     assert float(dt.broadcast([tf.constant(float(rank))])[0]) == 0.0
 
 
@@ -313,8 +315,11 @@ def test_calls_that_differ_fail_everywhere_and_the_next_one_works(rank, size, wh
     def call():
         return dt.gradients(tensors, name=name)
 
-    with pytest.raises(tf.errors.InvalidArgumentError, match="dl_comm error -4"):
+    with pytest.raises(tf.errors.InvalidArgumentError if mode == "function" else mc.MismatchError) as raised:
         (tf.function(call) if mode == "function" else call)()
+    error = mc.error_of(raised.value)
+    assert isinstance(error, mc.MismatchError)
+    assert not re.search(r"node|\[Op:|dl_comm error", str(error)), error
     np.testing.assert_allclose(dt.gradients([tf.constant(float(rank))])[0], (size - 1) / 2)
 
 

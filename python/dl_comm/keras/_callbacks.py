@@ -29,7 +29,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
     It also disables XLA for the training step, because XLA cannot compile dl_comm's ops, and makes Keras trace the step
     again if the trace may be older than the `DistributedOptimizer`.
 
-    Raises (from `fit`): tf.errors.OpError; see `dl_comm.tensorflow`.
+    Raises (from `fit`): `dl_comm.CommError`.
     """
 
     def __init__(self, root: int = 0) -> None:

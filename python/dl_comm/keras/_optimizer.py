@@ -117,7 +117,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
         ArgumentError: `optimizer` is a DistributedOptimizer already, the team is negative, the name is unknown, or loss
             scaling is combined with a non-blocking schedule. Later: when a LossScaleOptimizer wraps this optimizer.
         StateError: In training: XLA compiles the function.
-        tf.errors.OpError: In training; see `dl_comm.tensorflow`.
+        tf.errors.OpError: In training; see `dl_comm.error_of`.
     """
     if isinstance(optimizer, str):
         try:

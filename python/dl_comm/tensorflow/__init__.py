@@ -2,13 +2,14 @@
 
 `gradients` and `broadcast` take lists of tensors; `allreduce`, `all_gather` and the other collectives also single
 tensors and groups of ranks, and have gradients. A graph with them may be built before `dl_comm.init()`; running them
-before it raises `tf.errors.FailedPreconditionError`. `DistributedOptimizer`, `BroadcastHook` and `broadcast_variables`
+before it raises the error of an uninitialized job. `DistributedOptimizer`, `BroadcastHook` and `broadcast_variables`
 use these ops. `get_rank`, `get_nranks`, `local_rank` and `DistributedOptimizer` call `dl_comm.init()` if needed, so a
 script works right after the import.
 
-Errors of the ops are `tf.errors`: InvalidArgumentError (invalid arguments, or calls that differ between ranks),
-FailedPreconditionError (not initialized), DeadlineExceededError, ResourceExhaustedError, and InternalError (for example
-a lost rank). Each message contains `dl_comm error <code>:`, with a code of dl_comm.h.
+Eager calls raise the errors of dl_comm. A graph (a `tf.function`, a session, `model.fit`) raises `tf.errors` with the
+same text, from which `dl_comm.error_of` makes the error of dl_comm: InvalidArgumentError (invalid arguments, or calls
+that differ between ranks), FailedPreconditionError (not initialized), DeadlineExceededError, ResourceExhaustedError,
+and InternalError (for example a lost rank).
 
 Thread rule: any thread may call everything. The ops block no TensorFlow thread while they wait for other ranks. All
 ranks issue the same calls of a team; the core matches them by signature. Teams are independent.

@@ -92,7 +92,7 @@ def allreduce(
         dl_comm.ArgumentError: An argument is invalid, or the group was freed.
         dl_comm.DTypeError: `x` is no tensor or number.
         dl_comm.StateError: The call is inside an XLA-compiled function.
-        tf.errors.OpError: When the op runs; see `dl_comm.tensorflow`.
+        dl_comm.CommError: The call failed; a graph raises `tf.errors`, see `dl_comm.error_of`.
     """
     operator, factors = operator_code(op, prescale, postscale)
     given = _ops.listed(x) if isinstance(x, (list, tuple)) else [x]
@@ -282,7 +282,7 @@ def barrier(*, timeout: float | None = None, group: Group | None = None, name: s
         name: As for `allreduce`; used in graphs.
 
     Raises:
-        dl_comm.CommError: In eager mode, as `dl_comm.barrier`; the operation raises `tf.errors`.
+        dl_comm.CommError: As `dl_comm.barrier`; in a graph, the operation raises `tf.errors`, see `dl_comm.error_of`.
     """
     if tf.executing_eagerly():
         return dl_comm.barrier(timeout=timeout, group=group)
@@ -324,7 +324,7 @@ def _reduced_slices(
     indices = joined(slices.indices, "indices", counts)
     factor = tf.constant(factors[0] * factors[1], tf.float64)
     if op == "mean":
-        factor /= tf.cast(_ops.library().dl_comm_group(group=_ops.number_of(options["group"])).size, tf.float64)
+        factor /= tf.cast(_ops.run("dl_comm_group", group=_ops.number_of(options["group"])).size, tf.float64)
     if op == "mean" or factors != NO_FACTORS:
         if not (values.dtype.is_floating or values.dtype.is_complex):
             raise DTypeError(f"tf.IndexedSlices of {values.dtype.name} have no mean; give sparse_as_dense=True")

@@ -58,7 +58,7 @@ class _Backward:
         """Multiplies by the factor of each input in the results: that of a mean or of a scaled sum."""
         factor = tf.constant(self.factors[0] * self.factors[1], tf.float64)
         if self.operator == _MEAN:
-            factor = 1 / tf.cast(_ops.library().dl_comm_group(group=self.group).size, tf.float64)
+            factor = 1 / tf.cast(_ops.run("dl_comm_group", group=self.group).size, tf.float64)
         elif self.operator != _SCALED_SUM:
             return list(tensors)
         return [tensor * tf.cast(factor, tensor.dtype) for tensor in tensors]
@@ -111,7 +111,7 @@ def _of_all_gather(back: _Backward) -> list[Any]:
 
 def _of_gather(back: _Backward) -> list[Any]:
     # The gradients of other ranks than the root have no rows, so the blocks need counts.
-    size = _ops.library().dl_comm_group(group=back.group).size
+    size = _ops.run("dl_comm_group", group=back.group).size
     results = []
     for x, dy in zip(back.x, back.dy, strict=True):
         counts = back.counts or [tf.fill([size], _ops.extent(x)[0])]

@@ -112,8 +112,8 @@ def _message(
     _ops.refuse_xla()
     number, limit = _ops.number_of(group), seconds(timeout)
     with _ops.placement(on_host=True):
-        return _ops.library().dl_comm_message(
-            sent, like, group=number, timeout=limit, call_name=name or "", **attributes
+        return _ops.run(
+            "dl_comm_message", sent=sent, like=like, group=number, timeout=limit, call_name=name or "", **attributes
         )
 
 

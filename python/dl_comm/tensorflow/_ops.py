@@ -33,7 +33,7 @@ from dl_comm._arguments import NO_FACTORS, operator_code
 from dl_comm._buckets import bucket_bytes, split
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._cuda import preload
-from dl_comm._errors import ArgumentError, DTypeError, StateError
+from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
 from dl_comm._groups import Group, is_routed
 from dl_comm._groups import given as given_group
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
@@ -78,6 +78,22 @@ def library() -> Any:
     return loaded
 
 
+def run(op: str, **arguments: Any) -> Any:
+    """Run an op, or add it to the graph. In eager mode, raise the error of dl_comm that it reports."""
+    try:
+        return getattr(library(), op)(**arguments)
+    except tf.errors.OpError as error:
+        known = translate(error)
+        if known is error:
+            raise
+        raise known from None
+    except RuntimeError as error:
+        # Ctrl-C ends the wait of an eager call, but TensorFlow raises this instead.
+        if "KeyboardInterrupt" in str(error):
+            raise KeyboardInterrupt from error
+        raise
+
+
 def core_id() -> int:
     """Return the id of the core that the ops use; all bindings in one process must have the same."""
     library()
@@ -113,7 +129,7 @@ def gradients(
         dl_comm.ArgumentError: The list is empty or contains None, or the team is negative.
         dl_comm.DTypeError: `tensors` is not a list, or an element type has no mean.
         dl_comm.StateError: The call is inside an XLA-compiled function.
-        tf.errors.OpError: When the op runs; see `dl_comm.tensorflow`.
+        dl_comm.CommError: The call failed; a graph raises `tf.errors`, see `dl_comm.error_of`.
     """
     checked_name(name)
     towers, given = as_towers(listed(tensors))
@@ -166,8 +182,13 @@ def broadcast_new(
     refuse_xla()
     with placement(on_host=False):
         return list(
-            library().dl_comm_broadcast(
-                values, root=root, timeout=limit, call_name=call_name(name, CONTROL_TEAM), labels=tensor_names(given)
+            run(
+                "dl_comm_broadcast",
+                tensors=values,
+                root=root,
+                timeout=limit,
+                call_name=call_name(name, CONTROL_TEAM),
+                labels=tensor_names(given),
             )
         )
 
@@ -207,7 +228,6 @@ def collective(
     if not eager:
         refuse_xla()
         name = call_name(name, f"group {group}")
-    loaded = library()
     attributes = {
         "collective": code,
         "reduce": operator,
@@ -220,16 +240,10 @@ def collective(
     }
     if factors != NO_FACTORS:
         attributes["prescale"], attributes["postscale"] = map(repr, factors)
-    try:
-        with placement(on_host=code not in _ON_GPU or operator == _ADASUM):
-            if code in _LIKE_INPUTS:
-                return loaded.dl_comm_collective(tensors, **attributes)
-            return loaded.dl_comm_block_collective(tensors, counts, **attributes)
-    except RuntimeError as error:
-        # Ctrl-C ends the wait of an eager call, but TensorFlow raises this instead.
-        if "KeyboardInterrupt" in str(error):
-            raise KeyboardInterrupt from error
-        raise
+    with placement(on_host=code not in _ON_GPU or operator == _ADASUM):
+        if code in _LIKE_INPUTS:
+            return run("dl_comm_collective", tensors=tensors, **attributes)
+        return run("dl_comm_block_collective", tensors=tensors, counts=counts, **attributes)
 
 
 def extent(tensor: tf.Tensor) -> tf.Tensor:
@@ -324,8 +338,9 @@ def _gradients(
     owner = _scope() if owner is None else owner
     with placement(on_host=towers > 1 or _may_return_early(team, owner)):
         return list(
-            library().dl_comm_gradients(
-                tensors,
+            run(
+                "dl_comm_gradients",
+                tensors=tensors,
                 team=team,
                 towers=towers,
                 timeout=timeout,

@@ -39,7 +39,7 @@ class BroadcastHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
 
     For `tf.compat.v1.train.MonitoredTrainingSession(hooks=[BroadcastHook()])`: only the root needs a checkpoint. Every
     rank must have the hook, and the same variables in the graph. Calls `dl_comm.init()` if needed. Creating the session
-    raises errors of the broadcast as `tf.errors`.
+    raises errors of the broadcast as `tf.errors`; see `dl_comm.error_of`.
     """
 
     def __init__(self, root: int = 0) -> None:

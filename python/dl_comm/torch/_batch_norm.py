@@ -151,7 +151,7 @@ def _joined_statistics(x: torch.Tensor, where: tuple[int, int, int]) -> tuple[to
     counts, means, squares = rows[:, -1:], rows[:, :channels], rows[:, channels:-1]
     total = counts.sum()
     if own <= 1 and total <= 1:  # in this order: reading a number from a GPU waits for it
-        raise ValueError(f"expected more than 1 value per channel on all ranks, got {int(total)}")
+        raise ArgumentError(f"expected more than 1 value per channel on all ranks, got {int(total)}")
     joined = (counts * means).sum(0) / total
     return total, joined, squares.sum(0) + (counts * (means - joined).square()).sum(0)
 
