@@ -13,7 +13,8 @@ if [[ ${1:-} == *_mnist ]]; then
 fi
 case $example in
   torch_mnist) extras=(torch examples) ;;
-  tf_mnist | tf1_mnist | estimator_mnist | keras_mnist) extras=(tensorflow examples) ;;
+  tf_mnist | tf1_mnist | keras_mnist) extras=(tensorflow examples) ;;
+  estimator_mnist) extras=(tf1 examples) ;;
   numpy_mnist) extras=(examples) ;;
   *) echo "no example $example; there are: $(cd examples && echo *_mnist)" >&2; exit 2 ;;
 esac

@@ -22,7 +22,8 @@ if [ ! -x "$venv/bin/python" ]; then
   echo "dl_comm: making $venv"
   "$python" -m venv "$venv"
 fi
-extras=$(IFS=,; echo "$*")
+# tf1 asks for the distribution tensorflow, in whose place tensorflow-cpu does.
+extras=$(IFS=,; echo "${*/#tf1/tensorflow}")
 echo "dl_comm: building and installing into $venv${extras:+ with $extras} (the first time the core builds for about two minutes)"
 pip() { # shows pip's progress, and every ten seconds that it still builds
   "$venv/bin/python" -m pip install --disable-pip-version-check "$@" &
@@ -42,5 +43,4 @@ if [[ " $* " == *" torch "* ]] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null &&
   [ -z "$cpu" ] || packages+=("torch==$cpu")
 fi
 pip "${packages[@]}"
-# It asks for the distribution tensorflow, in whose place tensorflow-cpu does.
-case " $* " in *" test "*) pip --no-deps "tf_keras>=2.16" ;; esac
+case " $* " in *" test "* | *" tf1 "*) pip --no-deps "tf_keras>=2.16" ;; esac

@@ -90,23 +90,23 @@ def slim_as_name():
     import tensorflow.contrib.slim as slim
 
 def from_rnn():
-    from tensorflow.contrib.rnn import BasicLSTMCell
+    from tensorflow.contrib.rnn import NoSuchCell
 
 def nothing():
     from tensorflow.contrib.layers import nothing
 
 here = line()
-refused(lambda: tf.contrib.rnn.BasicLSTMCell, "tf.contrib.rnn (", f"script.py, line {here + 1})", "keras.layers.LSTM")
-refused(lambda: tf.nn.rnn_cell, "tf.nn.rnn_cell (", f"script.py, line {here + 2})", "LSTMCell")
+refused(lambda: tf.contrib.cudnn_rnn.X, "tf.contrib.cudnn_rnn (", f"script.py, line {here + 1})", "keras.layers.LSTM")
+refused(lambda: tf.contrib.rnn.NoSuchCell, "tf.contrib.rnn.NoSuchCell (", f"script.py, line {here + 2})")
 refused(lambda: tf.estimator.DNNClassifier, "tf.estimator.DNNClassifier (", f"line {here + 3})")
 refused(lambda: tf.no_such_thing, "tf.no_such_thing (", f"line {here + 4})")
 refused(lambda: tf.compat.v1.no_such_thing, "tf.no_such_thing (", f"line {here + 5})")
 refused(slim, "tf.contrib.slim (", "script.py, line", "tf.layers")
 refused(slim_as_name, "tf.contrib.slim (", "script.py, line")
-refused(from_rnn, "tf.contrib.rnn (", "script.py, line")
+refused(from_rnn, "tf.contrib.rnn.NoSuchCell (", "script.py, line")
 refused(nothing, "tf.contrib.layers.nothing (", "script.py, line")
 refused(lambda: importlib.import_module("tensorflow.contrib.slim"), "tf.contrib.slim (", f"script.py, line {line()})")
-assert not hasattr(tf, "no_such_thing") and not hasattr(tf.contrib, "rnn") and hasattr(tf, "contrib")
+assert not hasattr(tf, "no_such_thing") and not hasattr(tf.contrib, "slim") and hasattr(tf, "contrib")
 assert "placeholder" in dir(tf) and "estimator" in dir(tf) and "dense" in dir(tf.layers)
 
 # packages that are written for TensorFlow 2 have theirs
@@ -180,6 +180,11 @@ linear = tf.contrib.layers.fully_connected(flat, 3, activation_fn=None, biases_i
 contrib_conv = tf.contrib.layers.conv2d(x, 2, 3, normalizer_fn=tf.layers.batch_normalization)
 contrib_normal = tf.contrib.layers.batch_norm(
     x, decay=0.5, is_training=training, updates_collections=None, scale=True, scope="bn")
+dense_layer = tf.layers.Dense(3, use_bias=False, name="class")
+twice = [dense_layer(flat), dense_layer(flat)]
+separable = tf.layers.separable_conv2d(x, 4, 3, name="separable")
+cell = tf.nn.rnn_cell.MultiRNNCell([tf.contrib.rnn.BasicLSTMCell(5), tf.nn.rnn_cell.GRUCell(5)])
+unrolled, _ = tf.nn.dynamic_rnn(cell, x[:, 0], dtype=tf.float32)
 with tf.variable_scope("outer"):
     tf.layers.dense(flat, 1)
 with tf.variable_scope("outer", reuse=True):
@@ -197,6 +202,10 @@ assert names == [
     *["tested/" + name for name in moments],
     "fully_connected/weights", "fully_connected/biases", "linear/weights", "Conv/weights",
     *["Conv/batch_normalization/" + name for name in moments], *["bn/" + name for name in moments],
+    "class/kernel", "separable/depthwise_kernel", "separable/pointwise_kernel", "separable/bias",
+    *["rnn/multi_rnn_cell/cell_0/basic_lstm_cell/" + name for name in ("kernel", "bias")],
+    *["rnn/multi_rnn_cell/cell_1/gru_cell/" + name
+      for name in ("gates/kernel", "gates/bias", "candidate/kernel", "candidate/bias")],
     "outer/dense/kernel", "outer/dense/bias",
 ], names
 untrained = {variable.op.name for variable in tf.global_variables()} - {v.op.name for v in tf.trainable_variables()}
@@ -211,8 +220,6 @@ for wrong in (
     lambda: tf.layers.dense(flat, 2, name="named"),
     lambda: tf.layers.conv2d(x, 2, (3, 3, 3)),
     lambda: tf.layers.conv2d(x, 2, 3, data_format="NHWC"),
-    lambda: tf.layers.batch_normalization(x, renorm=True),
-    lambda: tf.layers.batch_normalization(x, axis=[1, 2]),
     lambda: tf.contrib.layers.l2_regularizer(1),
 ):
     try:
@@ -238,7 +245,8 @@ with tf.Session() as session:
     close(named, np.stack([rows.sum(1)] * 2, 1))
     close(again, np.stack([rows.sum(1)] * 2, 1))
     close(deep, images @ weights["deep/kernel"])
-    squares = [(weights["dense/kernel"] ** 2).sum(), ((images @ weights["deep/kernel"]) ** 2).sum()]
+    # as TensorFlow 1.15, a regularizer of the result gives the mean over the batch
+    squares = [(weights["dense/kernel"] ** 2).sum(), ((images @ weights["deep/kernel"]) ** 2).sum() / len(images)]
     close(tf.stack(tf.losses.get_regularization_losses()), [0.05 * each for each in squares])
 
     def convolved(kernel, down=1, right=1):
@@ -293,6 +301,10 @@ with tf.Session() as session:
     for name, value in expected.items():
         np.testing.assert_allclose(moved[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
+    for each in twice:
+        close(each, rows @ weights["class/kernel"])
+    assert given(separable).shape == (4, 4, 4, 4) and given(unrolled).shape == (4, 6, 5)
+    assert all(variable.dtype == tf.as_dtype("float32_ref") for variable in tf.global_variables())
     close(full, np.maximum(rows @ weights["fully_connected/weights"], 0))
     close(linear, rows @ weights["linear/weights"])
     close(contrib_conv[:, 1:-1, 1:-1], np.maximum(convolved(weights["Conv/weights"]), 0) / np.sqrt(1.001))

@@ -5,18 +5,23 @@ Thread rule: as TensorFlow's for building graphs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow
 
-from dl_comm.tf1 import _layers
-from dl_comm.tf1._normalization import normalize_channels
-from dl_comm.tf1._weights import Weight, convolve, dense_product
+from dl_comm.tf1 import _keras
 
 tf = tensorflow.compat.v1
+
+_OLD_NAMES = {"kernel": "weights", "bias": "biases"}
+
+
+def _layers() -> Any:
+    return _keras.legacy("layers")
 
 
 def xavier_initializer(uniform: bool = True, seed: int | None = None, dtype: Any = tf.float32) -> Any:
@@ -51,7 +56,7 @@ def l2_regularizer(scale: float, scope: str | None = None) -> Callable[[Any], An
 
 def flatten(inputs: Any, outputs_collections: Any = None, scope: str | None = None) -> Any:
     """Reshape a tensor [N, ...] to [N, n]."""
-    return _add_outputs(_layers.flatten(inputs, scope or "Flatten"), outputs_collections)
+    return _add_outputs(_layers().flatten(inputs, scope or "Flatten"), outputs_collections)
 
 
 def dropout(
@@ -64,7 +69,7 @@ def dropout(
     seed: int | None = None,
 ) -> Any:
     """In training, keep each element with probability `keep_prob`; see `tf.layers.dropout`."""
-    outputs = _layers.dropout(inputs, 1.0 - keep_prob, noise_shape, seed, is_training, scope or "Dropout")
+    outputs = _layers().dropout(inputs, 1.0 - keep_prob, noise_shape, seed, is_training, scope or "Dropout")
     return _add_outputs(outputs, outputs_collections)
 
 
@@ -78,7 +83,7 @@ def max_pool2d(
     scope: str | None = None,
 ) -> Any:
     """Take the maximum of each window; see `tf.layers.max_pooling2d`."""
-    outputs = _layers.max_pooling2d(inputs, kernel_size, stride, padding, _format(data_format), scope or "MaxPool2D")
+    outputs = _layers().max_pooling2d(inputs, kernel_size, stride, padding, _format(data_format), scope or "MaxPool2D")
     return _add_outputs(outputs, outputs_collections)
 
 
@@ -92,7 +97,7 @@ def avg_pool2d(
     scope: str | None = None,
 ) -> Any:
     """Take the mean of each window; see `tf.layers.average_pooling2d`."""
-    outputs = _layers.average_pooling2d(
+    outputs = _layers().average_pooling2d(
         inputs, kernel_size, stride, padding, _format(data_format), scope or "AvgPool2D"
     )
     return _add_outputs(outputs, outputs_collections)
@@ -120,18 +125,19 @@ def fully_connected(
     None. See `tf.layers.dense` for the other arguments.
     """
     _refuse(variables_collections=variables_collections)
-    kernel, bias = _weights(
-        weights_initializer,
-        weights_regularizer,
-        None if normalizer_fn else biases_initializer,
-        biases_regularizer,
-        trainable,
-    )
-    with tf.variable_scope(scope, "fully_connected", [inputs], reuse=reuse):
-        outputs = dense_product(inputs, num_outputs, kernel, bias)
-        return _add_outputs(
-            _apply_activation(outputs, normalizer_fn, normalizer_params, activation_fn), outputs_collections
+    with _scope(scope, "fully_connected", inputs, reuse) as options:
+        layer = _layers().Dense(
+            num_outputs,
+            use_bias=not normalizer_fn and biases_initializer is not None,
+            kernel_initializer=weights_initializer or xavier_initializer(),
+            bias_initializer=biases_initializer,
+            kernel_regularizer=weights_regularizer,
+            bias_regularizer=biases_regularizer,
+            trainable=trainable,
+            **options,
         )
+        outputs = _activated(layer(inputs), normalizer_fn, normalizer_params, activation_fn)
+        return _add_outputs(outputs, outputs_collections)
 
 
 def conv2d(
@@ -157,20 +163,24 @@ def conv2d(
 ) -> Any:
     """Convolve images with `weights` and add `biases`, in the scope `Conv`; otherwise as `fully_connected`."""
     _refuse(variables_collections=variables_collections)
-    kernel, bias = _weights(
-        weights_initializer,
-        weights_regularizer,
-        None if normalizer_fn else biases_initializer,
-        biases_regularizer,
-        trainable,
-    )
-    with tf.variable_scope(scope, "Conv", [inputs], reuse=reuse):
-        outputs = convolve(
-            2, inputs, num_outputs, kernel_size, stride, padding, _format(data_format), rate, kernel, bias
+    with _scope(scope, "Conv", inputs, reuse) as options:
+        layer = _layers().Conv2D(
+            num_outputs,
+            kernel_size,
+            stride,
+            padding,
+            _format(data_format),
+            rate,
+            use_bias=not normalizer_fn and biases_initializer is not None,
+            kernel_initializer=weights_initializer or xavier_initializer(),
+            bias_initializer=biases_initializer,
+            kernel_regularizer=weights_regularizer,
+            bias_regularizer=biases_regularizer,
+            trainable=trainable,
+            **options,
         )
-        return _add_outputs(
-            _apply_activation(outputs, normalizer_fn, normalizer_params, activation_fn), outputs_collections
-        )
+        outputs = _activated(layer(inputs), normalizer_fn, normalizer_params, activation_fn)
+        return _add_outputs(outputs, outputs_collections)
 
 
 def batch_norm(
@@ -194,38 +204,48 @@ def batch_norm(
     zero_debias_moving_mean: bool = False,
     scope: str | None = None,
     renorm: bool = False,
+    renorm_clipping: Mapping[str, Any] | None = None,
+    renorm_decay: float = 0.99,
 ) -> Any:
     """Normalize each channel, in the scope `BatchNorm`; see `tf.layers.batch_normalization`.
 
     If `updates_collections` is None, computing the result also updates the moving averages. The keys of
-    `param_initializers` and `param_regularizers` are variable names. `variables_collections`, `batch_weights`,
-    `zero_debias_moving_mean` and `renorm` are not supported and raise ValueError.
+    `param_initializers` and `param_regularizers` are variable names. `variables_collections`, `batch_weights` and
+    `zero_debias_moving_mean` are not supported and raise ValueError.
     """
     _refuse(
         variables_collections=variables_collections,
         batch_weights=batch_weights,
         zero_debias_moving_mean=zero_debias_moving_mean or None,
-        renorm=renorm or None,
     )
-    inputs = tf.convert_to_tensor(inputs)
-    zeros, ones = tf.zeros_initializer(), tf.ones_initializer()
-    begins = {"gamma": ones, "beta": zeros, "moving_mean": zeros, "moving_variance": ones, **(param_initializers or {})}
-    losses = param_regularizers or {}
-    gamma = Weight("gamma", begins["gamma"], losses.get("gamma"), trainable=trainable)
-    beta = Weight("beta", begins["beta"], losses.get("beta"), trainable=trainable)
-    mean = Weight("moving_mean", begins["moving_mean"], trainable=False)
-    variance = Weight("moving_variance", begins["moving_variance"], trainable=False)
-    axis = -1 if _format(data_format) == "channels_last" else 1
-    with tf.variable_scope(scope, "BatchNorm", [inputs], reuse=reuse):
-        weights = (gamma if scale else None, beta if center else None, mean, variance)
-        outputs, updates = normalize_channels(inputs, axis, weights, decay, epsilon, is_training, fused)
+    chosen = {f"{name}_initializer": value for name, value in (param_initializers or {}).items()}
+    chosen |= {f"{name}_regularizer": value for name, value in (param_regularizers or {}).items()}
+    with _scope(scope, "BatchNorm", inputs, reuse) as options:
+        layer = _layers().BatchNormalization(
+            axis=-1 if _format(data_format) == "channels_last" else 1,
+            momentum=decay,
+            epsilon=epsilon,
+            center=center,
+            scale=scale,
+            trainable=trainable,
+            fused=fused,
+            renorm=renorm,
+            renorm_clipping=renorm_clipping,
+            renorm_momentum=renorm_decay,
+            **chosen,
+            **options,
+        )
+        before = tf.get_collection(tf.GraphKeys.UPDATE_OPS)
+        outputs = layer(inputs, training=is_training)
+        # The layer adds its updates to UPDATE_OPS.
+        tf.get_collection_ref(tf.GraphKeys.UPDATE_OPS)[:] = before
         if updates_collections is None:
-            with tf.control_dependencies(updates):
+            with tf.control_dependencies(layer.updates):
                 outputs = tf.identity(outputs)
         else:
-            for update in updates:
+            for update in layer.updates:
                 tf.add_to_collections(updates_collections, update)
-        return _add_outputs(_apply_activation(outputs, None, None, activation_fn), outputs_collections)
+        return _add_outputs(_activated(outputs, None, None, activation_fn), outputs_collections)
 
 
 def batch_and_drop_remainder(batch_size: Any) -> Callable[[Any], Any]:
@@ -244,21 +264,20 @@ def _regularizer(scale: float, scope: str, penalty: Callable[[Any], Any]) -> Cal
     return loss
 
 
-def _weights(
-    weights_initializer: Any,
-    weights_regularizer: Any,
-    biases_initializer: Any,
-    biases_regularizer: Any,
-    trainable: bool,
-) -> tuple[Weight, Weight | None]:
-    weights = Weight("weights", weights_initializer or xavier_initializer(), weights_regularizer, trainable=trainable)
-    if biases_initializer is None:
-        return weights, None
-    made = biases_initializer() if isinstance(biases_initializer, type) else biases_initializer
-    return weights, Weight("biases", made, biases_regularizer, trainable=trainable)
+@contextlib.contextmanager
+def _scope(scope: str | None, default: str, inputs: Any, reuse: bool | None) -> Iterator[dict[str, Any]]:
+    """Enter the variable scope of a layer. Gives the options of its class, whose variables get the names of contrib."""
+
+    def renamed(getter: Callable[..., Any], name: str, *arguments: Any, **options: Any) -> Any:
+        path, slash, last = name.rpartition("/")
+        return getter(f"{path}{slash}{_OLD_NAMES.get(last, last)}", *arguments, **options)
+
+    dtype = tf.convert_to_tensor(inputs).dtype.base_dtype
+    with tf.variable_scope(scope, default, [inputs], reuse=reuse, custom_getter=renamed) as entered:
+        yield {"name": entered.name, "dtype": dtype, "_scope": entered, "_reuse": reuse}
 
 
-def _apply_activation(outputs: Any, normalizer_fn: Any, normalizer_params: Any, activation_fn: Any) -> Any:
+def _activated(outputs: Any, normalizer_fn: Any, normalizer_params: Any, activation_fn: Any) -> Any:
     if normalizer_fn is not None:
         outputs = normalizer_fn(outputs, **(normalizer_params or {}))
     return outputs if activation_fn is None else activation_fn(outputs)
@@ -335,6 +354,9 @@ FROM_DATA = (
 )
 """The names of tf.contrib.data that moved to tf.data.experimental."""
 
+FROM_NN = ("static_bidirectional_rnn", "static_rnn")
+"""The names of tf.contrib.rnn that moved to tf.nn."""
+
 DATA = {"batch_and_drop_remainder": batch_and_drop_remainder}
 """The other names of tf.contrib.data."""
 
@@ -348,7 +370,6 @@ GONE = {
     "losses": "tf.losses",
     "metrics": "tf.metrics",
     "opt": "keras.optimizers",
-    "rnn": "keras.layers.LSTM and keras.layers.GRU",
     "slim": "tf.layers",
     "staging": "tf.data.Dataset.prefetch",
     "summary": "tf.summary",

@@ -1,4 +1,4 @@
-"""Keras of the TensorFlow 1 era, from the package tf_keras: the modules `keras` and `tf.keras` for scripts.
+"""Keras and layers of the TensorFlow 1 era, from the package tf_keras: `keras`, `tf.keras` and `tf.layers` for scripts.
 
 Optimizers have a `get_gradients` that a script may override, variables are reference variables, and renamed modules of
 Keras have their old names. Packages for TensorFlow 2 see Keras 3.
@@ -8,6 +8,7 @@ Thread rule: call `views` at the start of a program.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -21,6 +22,7 @@ from dl_comm.tf1._view import View
 tf = tensorflow.compat.v1
 
 _API = "tf_keras.api._v1.keras"
+_LEGACY = f"{_API}.__internal__.legacy"
 _NAMES = ("keras", "tensorflow.keras", "tensorflow.compat.v1.keras", "tensorflow.contrib.keras")
 _OLD_NAMES = {
     "backend": ("backend.tensorflow_backend",),
@@ -69,8 +71,8 @@ class _Missing:
         if name.startswith("__"):
             raise AttributeError(name)
         raise ImportError(
-            "dl_comm.tf1 needs the package tf_keras for Keras: run 'pip install tf_keras', or install dl_comm with its"
-            " extra tf1",
+            "dl_comm.tf1 needs the package tf_keras for Keras, layers and cells: run 'pip install tf_keras', or install"
+            " dl_comm with its extra tf1",
             name="tf_keras",
         )
 
@@ -101,6 +103,23 @@ def views() -> dict[str, View]:
         made["backend"]._own["variable"] = _private("tf_keras.src.backend", "variable")
         _check()
     return {_joined(name, path): view for name in _NAMES for path, view in made.items()}
+
+
+@functools.cache
+def legacy(name: str) -> Any:
+    """Return a module of TensorFlow 1 that tf_keras keeps: `layers` or `rnn_cell`.
+
+    Without tf_keras, every name in it raises an ImportError with the fix.
+
+    Raises:
+        ImportError: This version of tf_keras is not supported.
+    """
+    if not importlib.util.find_spec("tf_keras"):
+        return _Missing()
+    try:
+        return importlib.import_module(f"{_LEGACY}.{name}")
+    except ModuleNotFoundError as error:
+        raise _incompatible(f"{_LEGACY}.{name}") from error
 
 
 def _joined(name: str, path: str) -> str:

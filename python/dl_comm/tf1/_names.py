@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow
 
-from dl_comm.tf1 import _contrib, _estimator, _keras, _layers, _mnist
+from dl_comm.tf1 import _contrib, _estimator, _keras, _mnist
 from dl_comm.tf1._view import MissingFinder, View
 
 _v1 = tensorflow.compat.v1
@@ -101,14 +101,15 @@ def _small_views(real: ModuleType) -> list[View]:
         and name not in ("compat", "keras", "layers", "nn")
         and f"tensorflow.{name}" not in sys.modules
     ]
-    cells = {"rnn_cell": "keras.layers.LSTMCell, GRUCell and SimpleRNNCell in keras.layers.RNN"}
+    cells = View("tensorflow.nn.rnn_cell", {}, _keras.legacy("rnn_cell"))
     inputs = View("tensorflow.estimator.inputs", _estimator.INPUTS, gone=_estimator.INPUTS_GONE)
     mnist = View("tensorflow.examples.tutorials.mnist", {"input_data": _mnist})
     tutorials = View("tensorflow.examples.tutorials", {"mnist": mnist})
     return [
         *views,
-        View("tensorflow.nn", {}, _v1.nn, real.nn, cells),
-        View("tensorflow.layers", {name: getattr(_layers, name) for name in _layers.__all__}, gone=_layers.GONE),
+        View("tensorflow.nn", {"rnn_cell": cells}, _v1.nn, real.nn),
+        cells,
+        View("tensorflow.layers", {}, _keras.legacy("layers")),
         View("tensorflow.estimator", {**_estimator.NAMES, "inputs": inputs}, gone=_estimator.GONE),
         inputs,
         View("tensorflow.examples", {"tutorials": tutorials}),
@@ -120,11 +121,13 @@ def _small_views(real: ModuleType) -> list[View]:
 def _contrib_views(keras: View) -> list[View]:
     moved = vars(_v1.data.experimental)
     data = {name: moved[name] for name in _contrib.FROM_DATA if name in moved}
+    loops = {name: getattr(_v1.nn, name) for name in _contrib.FROM_NN}
     parts = {
         "data": View("tensorflow.contrib.data", {**_contrib.DATA, **data}),
         "distributions": View("tensorflow.contrib.distributions", {}, _v1.distributions),
         "framework": View("tensorflow.contrib.framework", _contrib.FRAMEWORK),
         "layers": View("tensorflow.contrib.layers", _contrib.LAYERS, gone=_contrib.LAYERS_GONE),
+        "rnn": View("tensorflow.contrib.rnn", loops, _keras.legacy("rnn_cell")),
     }
     contrib = View("tensorflow.contrib", {**parts, "keras": keras}, gone=_contrib.GONE)
     return [contrib, *parts.values()]
