@@ -37,7 +37,7 @@ def test_the_script_of_the_documentation(tmp_path: Path, ranks: int) -> None:
 def test_the_ddp_script_of_the_documentation(tmp_path: Path, ranks: int) -> None:
     scripts = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (script,) = (script for script in scripts if "init_process_group" in script)
-    weights = re.findall(rf"rank \d of {ranks}: weights (.*)", run(tmp_path, ranks, script))
+    weights = re.findall(rf"rank \d of {ranks}: weights (\[\[.*?\]\])", run(tmp_path, ranks, script))
     assert len(weights) == ranks
     assert len(set(weights)) == 1
 
