@@ -25,12 +25,6 @@ SCENARIO = Path(__file__).with_name("scenario.py")
 ROUNDS = int(os.environ.get("DL_COMM_TEST_ROUNDS", "1"))
 # Failures are reported within this many seconds, far below the deadline, also on a busy machine.
 SOON = 10
-# TensorFlow's exceptions for ours.
-TENSORFLOW = {
-    "MismatchError": "InvalidArgumentError",
-    "TimeoutError": "DeadlineExceededError",
-    "PeerLostError": "InternalError",
-}
 SETTINGS = {
     "DL_COMM_TIMEOUT_S": "60",
     "DL_COMM_STALL_WARN_S": "0.5",
@@ -77,9 +71,6 @@ class Job:
     def others(self) -> list[dict[str, dict[str, Any]]]:
         return [self.results(rank) for rank in range(self.size) if rank != self.odd]
 
-    def error(self, name: str) -> str:
-        return TENSORFLOW[name] if self.binding == "tensorflow" else name
-
 
 @pytest.fixture(scope="module", params=["one host", "two hosts"])
 def there(request: pytest.FixtureRequest) -> Iterator[hosts.Hosts | None]:
@@ -113,13 +104,13 @@ def test_mismatched_calls(job: Job) -> None:
     for rank in range(job.size):
         results = job.results(rank)
         for case, words in both.items():
-            assert results[case]["error"] == job.error("MismatchError"), results[case]
+            assert results[case]["error"] == "MismatchError", results[case]
             assert results[case]["seconds"] < SOON, results[case]
             assert f"rank {job.odd}: " in results[case]["text"], results[case]
             assert all(word in results[case]["text"] for word in words), results[case]
         alone = ("early", "extra") if rank == job.odd else ("missing", "late")
         for case in alone:
-            assert results[case]["error"] == job.error("MismatchError"), results[case]
+            assert results[case]["error"] == "MismatchError", results[case]
             pair = ("'missing'", "'next'") if case in ("early", "missing") else ("'extra'", "'last'")
             assert all(word in results[case]["text"] for word in pair), results[case]
         for case in ("after", "order first", "order other", "next", "last", "fork"):
@@ -155,7 +146,7 @@ def test_a_lost_rank(job: Job, case: str, how: str) -> None:
     assert finished.returncode != 0, finished.output
     others = job.others()
     for results in others:
-        assert results["lost"]["error"] == job.error("PeerLostError"), results["lost"]
+        assert results["lost"]["error"] == "PeerLostError", results["lost"]
         assert results["lost"]["seconds"] < SOON, results["lost"]
         assert f"rank {job.odd} " in results["lost"]["text"], results["lost"]
         assert "(pid " in results["lost"]["text"], results["lost"]
@@ -176,7 +167,7 @@ def test_a_rank_that_misses_the_deadline(job: Job) -> None:
     statuses = [file.read_text() for file in job.folder.glob("ended.*")]
     assert statuses == ["0\n"] * job.size, finished.output
     for results in job.others():
-        assert results["late"]["error"] == job.error("TimeoutError"), results["late"]
+        assert results["late"]["error"] == "TimeoutError", results["late"]
         assert 2 <= results["late"]["seconds"] < 2 + SOON, results["late"]
         assert f"rank {job.odd} on" in results["late"]["text"] or f"{job.odd})" in results["late"]["text"], results[
             "late"
@@ -185,7 +176,7 @@ def test_a_rank_that_misses_the_deadline(job: Job) -> None:
         assert results["again"]["error"] == results["late"]["error"], results["again"]
     assert all(not job.results(rank)["finalize"]["error"] for rank in range(job.size))
     # The late rank gets the reason of the team's failure.
-    assert job.results(job.odd)["again"]["error"] == job.error("TimeoutError"), job.results(job.odd)
+    assert job.results(job.odd)["again"]["error"] == "TimeoutError", job.results(job.odd)
 
 
 def test_a_launcher_that_kills_ranks(binding: str, tmp_path: Path) -> None:
