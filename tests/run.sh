@@ -67,6 +67,6 @@ python -m pytest -q -m "not heavy" tests/c10d
 step "Python tests that start programs"
 python -m pytest -q -m "not heavy" tests/single
 step "faults"
-python -m pytest -q tests/faults
+python -m pytest -q -m "not heavy" tests/faults
 
 step "all passed"

@@ -15,6 +15,7 @@ from launch import launch, run
 pytest.importorskip("torch")
 
 
+@pytest.mark.heavy
 def test_concurrent_ranks_build_once(tmp_path: Path) -> None:
     program = tmp_path / "first_use.py"
     program.write_text(

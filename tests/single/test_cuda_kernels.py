@@ -80,6 +80,7 @@ def test_the_kernels_compile_for_every_gpu(nvrtc: Nvrtc, version: str) -> None:
             assert result.cubin
 
 
+@pytest.mark.heavy
 def test_for_an_h100_they_are_machine_code_that_a_driver_loads(nvrtc: Nvrtc, fake_cuda: Path, tmp_path: Path) -> None:
     files = []
     for architecture in ("sm_90", "sm_80"):

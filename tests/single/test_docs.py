@@ -25,7 +25,15 @@ def blocks(section: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("section", ["NumPy", "PyTorch", "Keras", "TensorFlow", "TensorFlow 1"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        "NumPy",
+        "PyTorch",
+        "Keras",
+        *(pytest.param(name, marks=pytest.mark.heavy) for name in ("TensorFlow", "TensorFlow 1")),
+    ],
+)
 def test_the_parallel_script_ends_where_the_serial_one_does(section: str, tmp_path: Path) -> None:
     serial, parallel = blocks(section, "python")
     command = [sys.executable, "-m", "dl_comm.tf1"] if section == "TensorFlow 1" else [sys.executable]

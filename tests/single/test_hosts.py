@@ -27,7 +27,7 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-@pytest.mark.parametrize("per_host", [1, 2])
+@pytest.mark.parametrize("per_host", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_the_numpy_tests_pass_between_hosts(hosts: Hosts, per_host: int) -> None:
     quick = ["--deselect", f"{TESTS}/parallel/test_numpy.py::test_one_array_past_two_to_the_31_elements"]
     files = [f"{TESTS}/parallel/test_numpy.py", *quick]
@@ -36,8 +36,10 @@ def test_the_numpy_tests_pass_between_hosts(hosts: Hosts, per_host: int) -> None
     assert len(re.findall(r"\d+ passed", finished.output)) == 2 * per_host, finished.output
 
 
-@pytest.mark.parametrize("name", ["collectives", "p2p"])
-@pytest.mark.parametrize("per_host", [1, 2])
+@pytest.mark.parametrize(
+    ("per_host", "name"),
+    [(1, "collectives"), pytest.param(2, "collectives", marks=pytest.mark.heavy), (1, "p2p"), (2, "p2p")],
+)
 def test_every_collective_and_message_of_the_c_interface(
     hosts: Hosts, tmp_path: Path, per_host: int, name: str
 ) -> None:

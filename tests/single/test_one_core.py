@@ -44,8 +44,8 @@ def paths() -> str:
     "order",
     [
         ("python", "torch", "tensorflow"),
-        ("torch", "tensorflow", "python"),
-        ("tensorflow", "python", "torch"),
+        pytest.param(("torch", "tensorflow", "python"), marks=pytest.mark.heavy),
+        pytest.param(("tensorflow", "python", "torch"), marks=pytest.mark.heavy),
         ("tensorflow", "torch", "c", "python"),
     ],
     ids=" ".join,

@@ -258,7 +258,9 @@ print("fine")
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.heavy), pytest.param(2, marks=pytest.mark.heavy), 3]
+)
 def test_the_porting_guides_estimator(tmp_path, ranks):
     passes(tmp_path, GUIDE, str(tmp_path / "model"), ranks=ranks)
     assert (tmp_path / "model" / "model.ckpt-23.index").exists()

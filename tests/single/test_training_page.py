@@ -14,7 +14,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.heavy), pytest.param(2, marks=pytest.mark.heavy), 3]
+)
 @pytest.mark.parametrize(
     ("framework", "part", "files", "pattern"),
     [

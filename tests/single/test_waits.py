@@ -33,7 +33,7 @@ def ones():
 SOON = 20
 
 
-@pytest.fixture(params=["one host", "two hosts"])
+@pytest.fixture(params=["one host", pytest.param("two hosts", marks=pytest.mark.heavy)])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Finished]:
     """Runs Python text on two ranks; ``together``: the launcher kills none until both have ended."""
     there = request.getfixturevalue("two") if request.param == "two hosts" else None
