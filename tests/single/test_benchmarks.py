@@ -26,6 +26,7 @@ def test_overlap() -> None:
     assert len(re.findall(rf"^{row}", finished.output, re.MULTILINE)) == 1, finished.output
 
 
+@pytest.mark.heavy
 def test_allreduce(tmp_path: Path) -> None:
     """Every available contender is correct in every case; missing ones are left out with a reason."""
     command = [

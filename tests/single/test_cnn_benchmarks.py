@@ -39,9 +39,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
         ("torch", "--model trivial --data_name cifar10 --bucket_mb 0.05 --optimizer momentum", "52,235"),
         ("torch", "--model resnet20 --data_format NHWC --nteams 2 --nthread_per_team 1", "269,722"),
         ("torch", "--model lenet --variable_update gloo --optimizer rmsprop --data_name cifar10", "62,006"),
-        ("torch", "--model lenet --variable_update none", "61,706"),
+        pytest.param("torch", "--model lenet --variable_update none", "61,706", marks=pytest.mark.heavy),
         ("tensorflow", "--model trivial --data_name mnist --optimizer adam", "49,947"),
-        ("tensorflow", "--model resnet20 --optimizer rmsprop", "269,722"),
+        pytest.param("tensorflow", "--model resnet20 --optimizer rmsprop", "269,722", marks=pytest.mark.heavy),
         ("tensorflow", "--model lenet --variable_update none --num_intra_threads 1", "61,706"),
     ],
 )

@@ -58,10 +58,10 @@ def start(fake_cuda: Path, ranks: int, command: list[str], timeout: float, **set
 
 @pytest.mark.parametrize(
     ("ranks", "path"),
-    [(1, "ipc"), (3, "ipc"), (3, "nccl"), (3, "staged in small chunks")]
+    [(3, "ipc"), (3, "nccl"), (3, "staged in small chunks")]
     + [
         pytest.param(ranks, path, marks=pytest.mark.heavy)
-        for ranks, path in [(2, "ipc"), (3, "ipc, the host waits"), (3, "ipc between GPUs"), (3, "staged")]
+        for ranks, path in [(1, "ipc"), (2, "ipc"), (3, "ipc, the host waits"), (3, "ipc between GPUs"), (3, "staged")]
     ],
     ids=str,
 )

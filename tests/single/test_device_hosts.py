@@ -25,7 +25,7 @@ def heavy(*values: Any) -> Any:
         heavy([2, 2], "ipc+staged", {"FAKE_CUDA_DELAY_US": "300"}),
         heavy([3, 2], "ipc+staged", {"DL_COMM_PIPELINE_CHUNK_KB": "32", "DL_COMM_ALGORITHM": "pairwise"}),
         heavy([2, 2, 2], "ipc+staged", {"DL_COMM_PIPELINE_CHUNK_KB": "64", "FAKE_CUDA_NO_MEMOPS": "1"}),
-        ([2, 1], "ipc+staged", {"DL_COMM_ALGORITHM": "ring"}),
+        heavy([2, 1], "ipc+staged", {"DL_COMM_ALGORITHM": "ring"}),
         ([1, 1], "staged", {}),
     ],
     ids=str,

@@ -33,7 +33,8 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-@pytest.mark.parametrize("per_host", [pytest.param(1, marks=pytest.mark.heavy), 2])
+@pytest.mark.heavy
+@pytest.mark.parametrize("per_host", [1, 2])
 def test_groups_between_hosts(program: str, hosts: Hosts, per_host: int) -> None:
     finished = hosts.launch(per_host, [program], 120)
     assert finished.returncode == 0, finished.output

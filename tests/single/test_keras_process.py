@@ -16,7 +16,7 @@ pytest.importorskip("keras", minversion="3.0")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "keras.md"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_the_script_of_the_documentation(tmp_path, ranks):
     script = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
     path = tmp_path / "script.py"

@@ -23,7 +23,12 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("script", "launcher"), [("torchrun", "torchrun"), ("mpiexec", "mpiexec"), ("plain", "variables")]
+    ("script", "launcher"),
+    [
+        ("torchrun", "torchrun"),
+        ("mpiexec", "mpiexec"),
+        pytest.param("plain", "variables", marks=pytest.mark.heavy),
+    ],
 )
 def test_training_is_resumed(tmp_path: Path, script: str, launcher: str) -> None:
     checkpoint = tmp_path / "model.pt"

@@ -241,7 +241,7 @@ def test_a_key_lets_ranks_use_any_address(ranks: Ranks) -> None:
     ranks.run(2, "dl_comm.init()\ncheck_mean()", {"DL_COMM_JOB_KEY": "secret"})
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.heavy)])
 def test_every_collective_of_the_c_interface(ranks: Ranks, tmp_path: Path, size: int) -> None:
     program, package = tmp_path / "collectives", Path(dl_comm.__file__).parent
     links = [f"-L{package}", "-l:libdl_comm.so.0", f"-Wl,-rpath,{package},--allow-shlib-undefined"]

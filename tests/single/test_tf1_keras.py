@@ -124,7 +124,11 @@ print("fine")
 
 @pytest.mark.parametrize(
     ("optimizer", "rate", "how", "ranks"),
-    [("SGD", 0.05, "fit", 2), ("Adam", 0.005, "fit_generator", 2), ("RMSprop", 0.003, "fit", 1)],
+    [
+        pytest.param("SGD", 0.05, "fit", 2, marks=pytest.mark.heavy),
+        ("Adam", 0.005, "fit_generator", 2),
+        ("RMSprop", 0.003, "fit", 1),
+    ],
 )
 def test_a_script_of_the_plugins_time(tmp_path, optimizer, rate, how, ranks):
     output = passes(tmp_path, PLUGIN, optimizer, str(rate), str(tmp_path), how, ranks=ranks)

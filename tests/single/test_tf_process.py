@@ -122,7 +122,7 @@ print("fine")
 """
 
 
-@pytest.mark.parametrize("built_with", ["cuda", "rocm"])
+@pytest.mark.parametrize("built_with", ["cuda", pytest.param("rocm", marks=pytest.mark.heavy)])
 def test_beside_gpus_only_what_the_core_takes_there_is_left_to_tensorflow(tmp_path, built_with):
     assert "fine" in run(tmp_path, 1, PLACES, built_with)
 
@@ -325,12 +325,14 @@ main()
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.heavy), pytest.param(2, marks=pytest.mark.heavy), 3]
+)
 def test_the_porting_guides_script(tmp_path, ranks):
     assert run(tmp_path, ranks, PORTING_GUIDE).count("fine") == ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_the_script_of_the_documentation(tmp_path, ranks):
     page = Path(__file__).resolve().parents[2] / "docs" / "tensorflow.md"
     path = tmp_path / "script.py"
