@@ -5,6 +5,8 @@
 //! it with the owners of shard s on the other hosts. A rank of a small host may own several shards, so that the larger
 //! hosts use all of their ranks. Data that belongs to one rank is in the shard l mod shards of its local rank l.
 
+use std::collections::HashMap;
+use std::hash::Hash;
 use std::ops::Range;
 
 /// The most shards between hosts: with more, messages become short and many.
@@ -44,17 +46,15 @@ impl Topology {
     ///
     /// # Panics
     /// If `rank >= keys.len()`.
-    pub fn new<K: PartialEq>(rank: usize, keys: &[K]) -> Topology {
-        let mut leaders: Vec<usize> = Vec::new();
+    pub fn new<K: Eq + Hash>(rank: usize, keys: &[K]) -> Topology {
+        let mut host_of: HashMap<&K, usize> = HashMap::new();
         let mut hosts: Vec<Vec<usize>> = Vec::new();
         for (other, key) in keys.iter().enumerate() {
-            match leaders.iter().position(|&leader| keys[leader] == *key) {
-                Some(host) => hosts[host].push(other),
-                None => {
-                    leaders.push(other);
-                    hosts.push(vec![other]);
-                }
+            let host = *host_of.entry(key).or_insert(hosts.len());
+            if host == hosts.len() {
+                hosts.push(Vec::new());
             }
+            hosts[host].push(other);
         }
         let largest = hosts.iter().map(Vec::len).max().unwrap_or(1);
         let num_shards = if hosts.len() > 1 { largest.min(MAX_NETWORK_SHARDS) } else { largest };

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 
 /// A rank's blocks.
-#[derive(Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize)]
 struct Lengths {
     /// Bytes of its longest block.
     longest: u64,

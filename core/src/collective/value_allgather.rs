@@ -2,9 +2,10 @@
 //! the protocol does not depend on the call.
 //!
 //! The ranks of a host write their values to their slots. The owner of shard 0 collects them, exchanges them with the
-//! other hosts, and writes the result to its slot. All hosts compute the same result from the same values.
+//! other hosts ([`exchange`]), and writes the result to its slot. All hosts compute the same result from the same values.
 //! Thread rule: that of [`Channel`].
 
+use std::collections::BTreeMap;
 use std::slice;
 
 use serde::Serialize;
@@ -14,11 +15,16 @@ use super::channel::Channel;
 use super::inter_host::InterHost;
 use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
-use crate::transport::{Message, Phase, WaitContext, finish_exchange};
-use crate::wire_layout::{ALIGN, HEADER};
+use crate::transport::{HostLink, Message, Phase, WaitContext, finish_exchange};
+use crate::wire_layout::HEADER;
 
 /// Maximum encoded bytes of a rank's value, enough for hundreds of calls. A shard owner holds the values of all ranks.
 const MAX_VALUE_BYTES: usize = 16 << 10;
+
+/// Ranks in ascending order: runs from a first rank to one past the last.
+type Runs = Vec<(usize, usize)>;
+/// The encoded values of some ranks; equal values are one entry, so the size follows the number of different values.
+type Values = BTreeMap<Vec<u8>, Runs>;
 
 /// Maximum encoded bytes of a rank's value, the same on every rank. The result may have twice as many.
 pub(super) fn max_value_bytes(channel: &Channel) -> usize {
@@ -30,7 +36,7 @@ pub(super) fn max_value_bytes(channel: &Channel) -> usize {
 ///
 /// # Errors
 /// [`Error::Internal`] on all ranks if a value or the result is too long; those of the transports.
-pub(super) fn allgather_merge<T: Serialize + DeserializeOwned, R: Serialize + DeserializeOwned>(
+pub(super) fn allgather_merge<T: Serialize + DeserializeOwned + Clone, R: Serialize + DeserializeOwned>(
     channel: &mut Channel,
     value: &T,
     wait_ctx: &WaitContext<'_>,
@@ -48,15 +54,17 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned, R: Serialize + De
     channel.shm.wait(Phase::Packed, seq, local_size, wait_ctx)?;
 
     if channel.topology.local_rank() == 0 {
-        let mut values = Vec::new();
+        let mut values = Values::new();
         for (local, &rank) in channel.topology.local_ranks().iter().enumerate() {
             // SAFETY: all ranks have packed; they wait until this rank has reduced.
-            values.push((rank, unsafe { read_bytes(channel.shm.slot(local, seq), half) }));
+            add(&mut values, unsafe { read_bytes(channel.shm.slot(local, seq), half) }, vec![(rank, rank + 1)]);
         }
-        values.extend(from_other_hosts(channel, &values, wait_ctx)?);
-        values.sort_by_key(|(rank, _)| *rank);
-        let values: Option<Vec<T>> = values.iter().map(|(_, bytes)| decode(bytes).ok()).collect();
-        let result = encode(&values.map(merge)).unwrap_or_default();
+        // The first rank of a host owns shard 0.
+        if let Some(InterHost { link, .. }) = channel.inter_host.first_mut() {
+            let (host, hosts) = (channel.topology.host(), channel.topology.hosts());
+            values = exchange(values, link.as_mut(), host, hosts, wait_ctx)?;
+        }
+        let result = encode(&by_rank(&values, channel.topology.size()).map(merge)).unwrap_or_default();
         // SAFETY: no other rank accesses the second half of this slot before `Reduced`.
         unsafe { write_bytes(channel.shm.slot(local_rank, seq).add(half), half, &result) };
     }
@@ -70,49 +78,88 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned, R: Serialize + De
     decode::<Option<R>>(&result)?.ok_or_else(|| Error::Internal("cannot decode what the ranks exchanged".into()))
 }
 
-/// Exchanges this host's values with the other hosts. All send as many messages as the longest host needs.
-fn from_other_hosts(
-    channel: &mut Channel,
-    values: &[(usize, Vec<u8>)],
+/// Adds the value of the ranks `runs`.
+fn add(values: &mut Values, value: Vec<u8>, runs: Runs) {
+    let all = values.entry(value).or_default();
+    all.extend(runs);
+    all.sort_unstable();
+    all.dedup_by(|next, kept| {
+        let joins = next.0 <= kept.1;
+        if joins {
+            kept.1 = kept.1.max(next.1);
+        }
+        joins
+    });
+}
+
+/// The values of ranks 0 to `ranks` - 1; `None` if one is missing or cannot be decoded.
+fn by_rank<T: DeserializeOwned + Clone>(values: &Values, ranks: usize) -> Option<Vec<T>> {
+    let mut all: Vec<Option<T>> = vec![None; ranks];
+    for (bytes, runs) in values {
+        let value: T = decode(bytes).ok()?;
+        for &(first, end) in runs {
+            all.get_mut(first..end)?.fill(Some(value.clone()));
+        }
+    }
+    all.into_iter().collect()
+}
+
+/// The values of all hosts. In round k a host sends what it has to the host 2^k after it, and receives from the one 2^k
+/// before it: after log2(`hosts`) rounds, rounded up, it has everything (dissemination; Hensgen, Finkel and Manber, 1988).
+fn exchange(
+    mut values: Values,
+    link: &mut dyn HostLink,
+    host: usize,
+    hosts: usize,
     wait_ctx: &WaitContext<'_>,
-) -> Result<Vec<(usize, Vec<u8>)>> {
-    // The first rank of a host owns shard 0.
-    let Some(InterHost { link, .. }) = channel.inter_host.first_mut() else { return Ok(Vec::new()) };
-    let bytes = encode(values)?;
-    let hosts: Vec<usize> = (0..channel.topology.hosts()).filter(|&host| host != channel.topology.host()).collect();
-    // All hosts get the same message, and the receive buffer has room for one from each.
-    let capacity = link.buffers(0).recv.len() / hosts.len() / ALIGN * ALIGN;
-    let offset = |(offset, &host)| Message { host, bytes: offset * capacity..(offset + 1) * capacity };
-    let receives: Vec<Message> = hosts.iter().enumerate().map(offset).collect();
-    let mut received_bytes = vec![Vec::new(); hosts.len()];
-    let mut sent = 0;
+) -> Result<Values> {
+    let mut distance = 1;
+    while distance < hosts {
+        let (to, from) = ((host + distance) % hosts, (host + hosts - distance) % hosts);
+        let received: Values = decode(&send_receive(link, &encode(&values)?, to, from, wait_ctx)?)?;
+        received.into_iter().for_each(|(value, runs)| add(&mut values, value, runs));
+        distance *= 2;
+    }
+    Ok(values)
+}
+
+/// Sends `bytes` to host `to`, and returns what host `from` sends. Each message has the length of its part, and how many
+/// bytes follow in others.
+fn send_receive(
+    link: &mut dyn HostLink,
+    bytes: &[u8],
+    to: usize,
+    from: usize,
+    wait_ctx: &WaitContext<'_>,
+) -> Result<Vec<u8>> {
+    let capacity = link.buffers(0).send.len();
+    let mut parts = bytes.chunks(capacity - HEADER);
+    let (mut sent, mut received, mut receives) = (0, Vec::new(), true);
     loop {
-        let message = &mut link.buffers(0).send[..capacity];
-        let part = &bytes[sent..bytes.len().min(sent + capacity - HEADER)];
-        sent += part.len();
-        // Length of the data in the message, and bytes that remain.
-        message[0..8].copy_from_slice(&(part.len() as u64).to_le_bytes());
-        message[8..16].copy_from_slice(&((bytes.len() - sent) as u64).to_le_bytes());
-        message[HEADER..HEADER + part.len()].copy_from_slice(part);
-        let len = HEADER + part.len();
-        let sends: Vec<Message> = hosts.iter().map(|&host| Message { host, bytes: 0..len }).collect();
-        link.start(0, &sends, &receives)?;
-        finish_exchange(link.as_mut(), 0, wait_ctx)?;
-        let mut last = sent == bytes.len();
-        for (received, bytes) in receives.iter().zip(&mut received_bytes) {
-            let message = &link.buffers(0).recv[received.bytes.clone()];
+        let part = parts.next();
+        let message = part.map(|part| {
+            sent += part.len();
+            let message = &mut *link.buffers(0).send;
+            message[0..8].copy_from_slice(&(part.len() as u64).to_le_bytes());
+            message[8..16].copy_from_slice(&((bytes.len() - sent) as u64).to_le_bytes());
+            message[HEADER..HEADER + part.len()].copy_from_slice(part);
+            Message { host: to, bytes: 0..HEADER + part.len() }
+        });
+        let room = receives.then_some(Message { host: from, bytes: 0..capacity });
+        if message.is_none() && room.is_none() {
+            return Ok(received);
+        }
+        link.start(0, message.as_slice(), room.as_slice())?;
+        finish_exchange(link, 0, wait_ctx)?;
+        if receives {
+            let message = &*link.buffers(0).recv;
             let number = |at: usize| {
                 let mut bytes = [0; 8];
                 bytes.copy_from_slice(&message[at..at + 8]);
                 usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(0)
             };
-            bytes.extend_from_slice(&message[HEADER..HEADER + number(0).min(capacity - HEADER)]);
-            last &= number(8) == 0;
-        }
-        if last {
-            let values: Vec<Vec<(usize, Vec<u8>)>> =
-                received_bytes.iter().map(|bytes| decode(bytes)).collect::<Result<_>>()?;
-            return Ok(values.into_iter().flatten().collect());
+            received.extend_from_slice(&message[HEADER..HEADER + number(0).min(capacity - HEADER)]);
+            receives = number(8) > 0;
         }
     }
 }
@@ -138,4 +185,26 @@ unsafe fn read_bytes(at: *const u8, capacity: usize) -> Vec<u8> {
     len.copy_from_slice(&bytes[..8]);
     let len = usize::try_from(u64::from_le_bytes(len)).unwrap_or(0).min(capacity - 8);
     bytes[8..8 + len].to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn every_rank_keeps_its_value(all in prop::collection::vec(0u8..3, 1..20), order in any::<u64>()) {
+            let mut ranks: Vec<usize> = (0..all.len()).collect();
+            ranks.sort_by_key(|&rank| order.rotate_left(rank as u32 * 7) ^ rank as u64);
+            let mut values = Values::new();
+            // A value may come twice.
+            for rank in ranks.iter().chain(&ranks[..ranks.len() / 2]) {
+                add(&mut values, vec![all[*rank]], vec![(*rank, rank + 1)]);
+            }
+            prop_assert_eq!(by_rank::<u8>(&values, all.len()), Some(all.clone()));
+            prop_assert_eq!(by_rank::<u8>(&values, all.len() + 1), None);
+            prop_assert!(values.values().flat_map(|runs| runs.windows(2)).all(|runs| runs[0].1 < runs[1].0));
+        }
+    }
 }

@@ -1,25 +1,23 @@
 //! The creation of a group by its members: they agree on it, and get its memory and its links between hosts.
 //!
-//! Groups of all ranks agree through the bootstrap, others through the store, so that only members take part.
+//! Groups of all ranks agree through the bootstrap, others through the store ([`super::group_agreement`]), so that only
+//! members take part.
 //! Thread rule: any thread; groups of all ranks one at a time, in the same order on all ranks.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::Serialize;
-use serde::de::DeserializeOwned;
-
 use super::arena::PeerMemory;
 use super::flag::max_spins;
+use super::group_agreement::{Agreement, Share};
 use super::group_arenas::{GroupArenas, readable_processes};
 use super::group_memory::NewControl;
 use super::job::Job;
 use super::process::ProcessLiveness;
-use super::ranks::{agreed, proposal};
 use super::region_layout::window;
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, ShmRegion};
 use super::wait_context::{WaitContext, with_limits};
-use super::{GroupResources, HostLink, store};
+use super::{GroupResources, HostLink};
 use crate::error::{Error, Result};
 use crate::group_config::GroupConfig;
 use crate::group_key::{GroupKey, GroupName, Members};
@@ -29,6 +27,16 @@ use crate::wire_layout::exchange_buffer_bytes;
 
 /// The first member ends its wait this much earlier than the others, so that all get its error.
 const FIRST_MEMBER_MARGIN: Duration = Duration::from_millis(500);
+
+/// A group to be created.
+#[derive(Clone, Copy)]
+struct Plan<'a> {
+    key: &'a GroupKey,
+    members: &'a Members,
+    topology: &'a Arc<Topology>,
+    names: &'a Arc<[String]>,
+    config: &'a GroupConfig,
+}
 
 impl Job {
     /// Creates the resources of the group `name`. Called by its members only: a rank that is not `ready` takes part
@@ -44,20 +52,32 @@ impl Job {
         config: &GroupConfig,
         ready: Result<()>,
     ) -> Result<GroupResources> {
-        let key = self.next_key(name, members);
+        let (key, topology, names) =
+            (self.next_key(name, members), self.topology_of(members), self.member_names(members));
         let what = format!("the creation of {}", key.name());
+        let plan = Plan { key: &key, members, topology: &topology, names: &names, config };
         match members {
-            Members::World { .. } => {
-                self.in_step(&what, |wait_ctx| self.create(&key, members, config, ready, wait_ctx))
-            }
+            Members::World { .. } => self.in_step(&what, |wait_ctx| {
+                let agree = |shape: &str, outcome: Result<Share>| {
+                    let shares = self.ranks.agree(shape, outcome, wait_ctx)?;
+                    let local = topology.local_ranks();
+                    let readable = local.iter().all(|&rank| shares[rank].readable);
+                    Ok(Share { control: shares[local[0]].control, first_link: shares[0].first_link, readable })
+                };
+                self.create(&plan, ready, agree, wait_ctx)
+            }),
             Members::List { .. } => {
                 let timeout = self.ranks.config.timeout.map(|timeout| match members.me() {
                     0 => timeout,
                     _ => timeout + FIRST_MEMBER_MARGIN,
                 });
-                let lost = || self.lost_member(members, &what);
-                with_limits(&what, timeout, self.ranks.config.stall_warn, &lost, |wait_ctx| {
-                    self.create(&key, members, config, ready, wait_ctx)
+                let name = |member: usize| self.ranks.names[members.to_world(member)].clone();
+                let prefix = format!("group/{:016x}", key.hash());
+                let agreement = Agreement { store: &*self.store, prefix, topology: &topology, name: &name };
+                let failed = || self.lost_member(members, &what).or_else(|| agreement.decided_error());
+                with_limits(&what, timeout, self.ranks.config.stall_warn, &failed, |wait_ctx| {
+                    let agree = |shape: &str, outcome: Result<Share>| agreement.agree(shape, outcome, wait_ctx);
+                    self.create(&plan, ready, agree, wait_ctx)
                 })
             }
         }
@@ -81,39 +101,44 @@ impl Job {
         Some(Error::PeerLost(format!("{lost}, in {what}")))
     }
 
-    fn create(
-        &self,
-        key: &GroupKey,
-        members: &Members,
-        config: &GroupConfig,
-        ready: Result<()>,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<GroupResources> {
+    /// The hosts of the members.
+    fn topology_of(&self, members: &Members) -> Arc<Topology> {
         let world = &self.ranks.topology;
-        let topology = match members {
+        match members {
             Members::World { .. } => Arc::clone(world),
             Members::List { .. } => {
                 let host_of = |rank: usize| world.position(rank).map(|position| position.host);
                 Arc::new(Topology::new(members.me(), &members.iter().map(host_of).collect::<Vec<_>>()))
             }
-        };
+        }
+    }
+
+    /// Creates the group once the members have agreed by `agree`, which combines what they have made for each other.
+    fn create(
+        &self,
+        plan: &Plan<'_>,
+        ready: Result<()>,
+        agree: impl FnOnce(&str, Result<Share>) -> Result<Share>,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<GroupResources> {
+        let Plan { key, members, topology, names, config } = *plan;
+        let world = &self.ranks.topology;
         let window = window(topology.hosts());
         let layout = RegionLayout { ranks: topology.local_size(), channels: config.threads, slot: config.slot, window };
-        let made = ready.and_then(|()| self.make_shares(&topology, members, layout, wait_ctx));
+        let made = ready.and_then(|()| self.make_shares(topology, members, layout, wait_ctx));
         let local = |&rank: &usize| world.local_rank_of(members.to_world(rank)).unwrap_or(0);
         let local_ranks: Vec<usize> = topology.local_ranks().iter().map(local).collect();
         let readable = readable_processes(self.groups.arenas(), &local_ranks);
-        let share = |(control, links): &(Option<NewControl>, usize)| {
-            (control.as_ref().map_or(0, NewControl::offset), *links, readable.is_some())
-        };
-        let shares = made.as_ref().map(share);
-        let shares = self.agree_among(key, members, &config.agreement(), shares.map_err(Error::clone), wait_ctx)?;
+        let own = made.as_ref().map(|(control, first_link)| Share {
+            control: control.as_ref().map_or(0, NewControl::offset),
+            first_link: *first_link,
+            readable: readable.is_some(),
+        });
+        let share = agree(&config.agreement(), own.map_err(Error::clone))?;
         let (control, _) = made?;
 
-        let offset = shares[topology.local_ranks()[0]].0;
-        let readable = readable.filter(|_| topology.local_ranks().iter().all(|&rank| shares[rank].2));
-        let memory = Box::new(self.groups.region(key.hash(), local_ranks.clone(), offset, control)?);
-        let names = self.member_names(members);
+        let readable = readable.filter(|_| share.readable);
+        let memory = Box::new(self.groups.region(key.hash(), local_ranks.clone(), share.control, control)?);
         let peer = |&rank: &usize| LocalPeer { rank, world: members.to_world(rank), name: names[rank].clone() };
         let peers = topology.local_ranks().iter().map(peer).collect();
         let processes = Arc::clone(&self.ranks.local_processes);
@@ -123,18 +148,18 @@ impl Job {
             .with_peer_memory(Some(Arc::new(arenas) as Arc<dyn PeerMemory>))
             .with_departure(key.name().departure());
         let links = |channel: usize| {
-            let first = shares[0].1 + channel * topology.num_shards();
-            self.links(&topology, members, first, config.slot)
+            let first = share.first_link + channel * topology.num_shards();
+            self.links(topology, members, first, config.slot)
         };
         Ok(GroupResources {
             key: key.clone(),
             members: members.clone(),
-            names,
+            names: Arc::clone(names),
             region: Arc::new(region),
             links: (0..config.threads).map(links).collect(),
             network: self.network_model,
             oversubscribed: config.threads > self.processors,
-            topology,
+            topology: Arc::clone(topology),
         })
     }
 
@@ -197,29 +222,6 @@ impl Job {
             network.link(first + shard, owners, hosts, exchange_buffer_bytes(slot, topology))
         };
         topology.own_shards().map(link).collect()
-    }
-
-    /// As [`Ranks::agree`](super::ranks::Ranks::agree), of the members.
-    fn agree_among<T: Serialize + DeserializeOwned>(
-        &self,
-        key: &GroupKey,
-        members: &Members,
-        shape: &str,
-        outcome: Result<T>,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<Vec<T>> {
-        match members {
-            Members::World { .. } => self.ranks.agree(shape, outcome, wait_ctx),
-            Members::List { .. } => {
-                let prefix = format!("group/{:016x}", key.hash());
-                let record = proposal(shape, outcome);
-                let (me, size) = (members.me(), members.size());
-                let name = |rank: usize| &*self.ranks.names[members.to_world(rank)];
-                let names = |rank: usize| name(rank).to_owned();
-                let records = store::allgather_among(&names, &*self.store, &prefix, me, size, &record, wait_ctx)?;
-                agreed(&records, name)
-            }
-        }
     }
 }
 

@@ -13,6 +13,7 @@ mod cuda;
 pub mod detector_links;
 pub mod failure_detector;
 pub mod flag;
+mod group_agreement;
 mod group_arenas;
 mod group_creation;
 pub mod group_memory;

@@ -11,6 +11,7 @@ use serde::de::DeserializeOwned;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::bootstrap::{Bootstrap, Members, encode_record, gather_records, shortened};
+use super::group_agreement::Proposals;
 use super::process::ProcessLiveness;
 use super::rank_info::{RankInfo, exchange_rank_info};
 use super::shm_region::Liveness;
@@ -170,25 +171,22 @@ pub(super) fn proposal<T: Serialize>(shape: &str, outcome: Result<T>) -> Vec<u8>
 /// The outcomes in the ranks' `records`, by [`proposal`], whose ranks have the names `name`.
 ///
 /// # Errors
-/// The first outcome that is an error; [`Error::Mismatch`] when the shapes differ.
+/// Those of [`Proposals::verdict`].
 pub(super) fn agreed<'a, T: DeserializeOwned>(records: &[Vec<u8>], name: impl Fn(usize) -> &'a str) -> Result<Vec<T>> {
     let mut values = Vec::with_capacity(records.len());
-    let mut shapes = Vec::with_capacity(records.len());
+    let mut all: Option<Proposals> = None;
     for (rank, bytes) in records.iter().enumerate() {
         let (shape, outcome): (String, std::result::Result<T, (i32, String)>) = decode(bytes)?;
-        match outcome {
-            Ok(value) => values.push(value),
-            Err((code, text)) => {
-                let rank = if records.len() > 1 { format!("{}: ", name(rank)) } else { String::new() };
-                return Err(Error::from_code(code, rank + &text));
-            }
-        }
-        shapes.push(shape);
+        let own = Proposals::new(rank, &shape, &outcome);
+        all = Some(match all {
+            Some(others) => others.and(own),
+            None => own,
+        });
+        values.extend(outcome.ok());
     }
-    match shapes.iter().position(|shape| *shape != shapes[0]) {
-        None => Ok(values),
-        Some(rank) => Err(Error::Mismatch(format!("  rank 0: {}\n  rank {rank}: {}", shapes[0], shapes[rank]))),
-    }
+    let name = |rank: usize| name(rank).to_owned();
+    all.map_or(Ok(()), |all| all.verdict((records.len() > 1).then_some(&name)))?;
+    Ok(values)
 }
 
 #[cfg(test)]

@@ -72,28 +72,12 @@ pub fn allgather(
     record: &[u8],
     wait_ctx: &WaitContext<'_>,
 ) -> Result<Vec<Vec<u8>>> {
-    allgather_among(&|number| format!("rank {number}"), store, prefix, me, size, record, wait_ctx)
-}
-
-/// As [`allgather`]; `name` names a caller in messages.
-///
-/// # Errors
-/// As for [`allgather`].
-pub fn allgather_among(
-    name: &dyn Fn(usize) -> String,
-    store: &dyn Store,
-    prefix: &str,
-    me: usize,
-    size: usize,
-    record: &[u8],
-    wait_ctx: &WaitContext<'_>,
-) -> Result<Vec<Vec<u8>>> {
     if size == 1 {
         return Ok(vec![record.to_vec()]);
     }
     let all = format!("{prefix}/all");
     let of = |number: usize| format!("{prefix}/{number}");
-    let awaited = || missing(store, size, of, name);
+    let awaited = || missing_ranks(store, size, of);
     store.set(&of(me), record, wait_ctx)?;
     if me != 0 {
         let records: Gathered = decode(&store.wait_for(&all, wait_ctx, &awaited)?)?;
@@ -119,7 +103,13 @@ pub(super) fn missing_ranks(store: &dyn Store, size: usize, key: impl Fn(usize) 
     missing(store, size, key, &|rank| format!("rank {rank}"))
 }
 
-fn missing(store: &dyn Store, size: usize, key: impl Fn(usize) -> String, name: &dyn Fn(usize) -> String) -> String {
+/// Names the callers below `size` without a key, for messages.
+pub(super) fn missing(
+    store: &dyn Store,
+    size: usize,
+    key: impl Fn(usize) -> String,
+    name: &dyn Fn(usize) -> String,
+) -> String {
     let found = with_limits("", Some(LOOK), None, &|| None, |ctx| {
         let is_missing = |number: usize| Ok(store.try_get(&key(number), ctx)?.is_none().then(|| name(number)));
         (0..size).filter_map(|number| is_missing(number).transpose()).collect::<Result<Vec<String>>>()
