@@ -117,26 +117,21 @@ impl Buffer {
         (self.source_bytes(0..self.len), self.destination_bytes(0..self.len))
     }
 
-    /// The addresses of `elements` of the source.
+    /// The addresses of `elements` of the source; they wrap around where a rank does not use them.
     pub fn source_bytes(&self, elements: Range<usize>) -> Range<usize> {
-        let address = |element: usize| self.src.addr() + element * self.dtype.size();
+        let address = |element: usize| self.src.addr().wrapping_add(element * self.dtype.size());
         address(elements.start)..address(elements.end)
     }
 
-    /// The addresses of `elements` of the destination.
+    /// The addresses of `elements` of the destination, as of the source.
     pub fn destination_bytes(&self, elements: Range<usize>) -> Range<usize> {
-        let address = |element: usize| self.dst.addr() + element * self.dtype.size();
+        let address = |element: usize| self.dst.addr().wrapping_add(element * self.dtype.size());
         address(elements.start)..address(elements.end)
     }
 
     /// Whether source and destination are the same address.
     pub fn is_in_place(&self) -> bool {
         self.src.addr() == self.dst.addr()
-    }
-
-    /// Whether source and destination are the same or do not overlap.
-    pub fn is_disjoint_or_in_place(&self) -> bool {
-        self.is_in_place() || self.src.addr().abs_diff(self.dst.addr()) >= self.len * self.dtype.size()
     }
 
     /// The destination address.

@@ -13,9 +13,9 @@ use crate::group::{BlockedCaller, CallOptions, MessageOptions, Timeout};
 use crate::lock::lock;
 use crate::p2p::{Status, Then};
 use crate::plugin::{OnResult, ResultBuffer, StepOptions};
-use crate::runtime;
-use crate::runtime::collectives::{self, Request, group_of_number};
+use crate::runtime::collectives::{self, Request, group_of_number, group_of_team};
 use crate::runtime::point_to_point;
+use crate::runtime::{self, CONTROL};
 use crate::transport::gpu;
 
 #[cxx::bridge(namespace = "dl_comm")]
@@ -383,9 +383,17 @@ fn add_waited(team: i32, seconds: f64) {
 /// # Safety
 /// As for [`average`].
 unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64], completion: UniquePtr<Completion>) {
+    let guard = CompletionGuard(completion);
     catch(|| {
-        let mut options = StepOptions::new(on_result(completion));
-        options.call = CallOptions {
+        let request = || {
+            let request = Request::Collective(collectives::broadcast_from(call.root)?);
+            Ok((group_of_team(CONTROL)?, request, translate(tensors, shapes)?))
+        };
+        let (group, request, tensors) = match request() {
+            Ok(parts) => parts,
+            Err(error) => return guard.finish(Err(error)),
+        };
+        let options = CallOptions {
             name: call.name.to_owned(),
             instance_id: String::new(),
             tensor_names: call.tensor_names.to_owned(),
@@ -394,7 +402,9 @@ unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64]
             device: device(call.device, call.stream, call.block_host),
             counts: Counts::Even,
         };
-        runtime::broadcast(call.root, options, || translate(tensors, shapes));
+        let done = Box::new(move |result: Result<()>| guard.finish(result.map(|()| SharedPtr::null())));
+        // SAFETY: the caller's promise.
+        unsafe { collectives::submit(&group, request, tensors, options, done) };
     });
 }
 
@@ -439,16 +449,26 @@ unsafe fn start_collective(
             Ok(parts) => parts,
             Err(error) => return guard.finish(Err(error)),
         };
+        let device = device(call.device, call.stream, call.block_host);
+        let timeout = Timeout::from_seconds(call.timeout);
+        let waits_here = call.caller_blocks && device.is_none();
+        if waits_here && call.instance_id.is_empty() && counts == Counts::Even {
+            // SAFETY: the caller's promise.
+            let ended = unsafe { collectives::try_small(&group, request, &views, call.name, timeout) };
+            if let Some(result) = ended {
+                return guard.finish(result.map(|()| SharedPtr::null()));
+            }
+        }
         let options = CallOptions {
             name: call.name.to_owned(),
             instance_id: call.instance_id.to_owned(),
             tensor_names: call.tensor_names.to_owned(),
             caller_blocks: call.caller_blocks,
-            timeout: Timeout::from_seconds(call.timeout),
-            device: device(call.device, call.stream, call.block_host),
+            timeout,
+            device,
             counts,
         };
-        if options.caller_blocks && options.device.is_none() {
+        if waits_here {
             // SAFETY: the caller's promise.
             let result = unsafe { collectives::run(&group, request, &views, options) };
             return guard.finish(result.map(|()| SharedPtr::null()));

@@ -79,7 +79,8 @@ struct LayoutEntry {
     tensor: usize,
     start: usize,
     end: usize,
-    element: usize,
+    /// The logarithm of the wire size of an element: a division takes longer than the copy of a small tensor.
+    shift: u32,
 }
 
 impl WireLayout {
@@ -95,7 +96,12 @@ impl WireLayout {
             let start = position;
             for (tensor, &(_, len)) in tensors.iter().enumerate().filter(|(_, (other, _))| *other == dtype) {
                 if len > 0 {
-                    entries.push(LayoutEntry { tensor, start: position, end: position + len * element, element });
+                    entries.push(LayoutEntry {
+                        tensor,
+                        start: position,
+                        end: position + len * element,
+                        shift: element.ilog2(),
+                    });
                     position += len * element;
                 }
             }
@@ -174,8 +180,8 @@ impl WireLayout {
             TensorRange {
                 tensor: entry.tensor,
                 layout_index,
-                first: (start - entry.start) / entry.element,
-                count: (end - start) / entry.element,
+                first: (start - entry.start) >> entry.shift,
+                count: (end - start) >> entry.shift,
                 offset: start - origin,
             }
         })

@@ -222,8 +222,11 @@ pub(super) unsafe fn sized<T: Copy>(structure: *const T, required: usize, name: 
         if size < required {
             return Err(Error::Invalid(format!("size is {size}; set it to sizeof(dl_comm_{name}_t)")));
         }
+        if size >= size_of::<T>() {
+            return Ok(structure.read());
+        }
         let mut copy = std::mem::zeroed::<T>();
-        ptr::copy_nonoverlapping(structure.cast::<u8>(), (&raw mut copy).cast(), size.min(size_of::<T>()));
+        ptr::copy_nonoverlapping(structure.cast::<u8>(), (&raw mut copy).cast(), size);
         Ok(copy)
     }
 }

@@ -138,10 +138,15 @@ pub unsafe extern "C" fn dl_comm_run(group: *const CGroup, call: *const CCall) -
             return Err(Error::Invalid("dl_comm_run calls no `done`; use dl_comm_start".into()));
         }
         let request = call.request()?;
-        let options = call.options(request, group.call_config().ranks)?;
         let mut list = Views::new();
         views(call.buffers, call.count, &mut list)?;
-        collectives::run(group, request, &list, options)
+        if call.send_counts.is_null() && call.receive_counts.is_null() && call.device.is_null() {
+            let ended = collectives::try_small(group, request, &list, &text(call.name), to_timeout(call.timeout));
+            if let Some(result) = ended {
+                return result;
+            }
+        }
+        collectives::run(group, request, &list, call.options(request, group.call_config().ranks)?)
     })
 }
 

@@ -10,10 +10,10 @@ use super::arguments::{
 use super::store::{CStore, to_store};
 use crate::config::{RankSource, Rendezvous};
 use crate::error::{Error, Result, guard};
-use crate::group::Timeout;
+use crate::group::{CallOptions, Timeout};
 use crate::plugin::{Arguments, Cooldown};
 use crate::process_info::process_info;
-use crate::runtime;
+use crate::runtime::{self, collectives};
 use crate::signals;
 use crate::stacks;
 use crate::transport::gpu;
@@ -116,7 +116,7 @@ safe_functions! {
 
     fn dl_comm_barrier() -> c_int { dl_comm_barrier_timeout(-1.0) }
     fn dl_comm_barrier_timeout(timeout: f64) -> c_int {
-        status(|| runtime::wait("", |options| runtime::barrier(options.with_timeout(Timeout::from_seconds(timeout)))))
+        status(|| runtime::barrier("", Timeout::from_seconds(timeout)))
     }
 
     fn dl_comm_gpu_count() -> c_int { catch(|| number(gpu::count()?)) }
@@ -231,7 +231,8 @@ pub unsafe extern "C" fn dl_comm_broadcast(
         // SAFETY: the caller's promise.
         let towers = unsafe { towers(all_tensors, lengths, dtypes, ntensors_on_tower, ntowers) }?;
         let device = device_of(&towers)?;
-        runtime::wait("", |options| runtime::broadcast_towers(root, options.with_device(device), || Ok(towers)))
+        // SAFETY: as above.
+        unsafe { collectives::broadcast_towers(root, towers, device) }
     })
 }
 
@@ -433,11 +434,13 @@ pub unsafe extern "C" fn dl_comm_broadcast_on(
 ) -> c_int {
     status(|| {
         // SAFETY: the caller's promise.
-        let (device, tensors, name) = unsafe { (to_device(device), tensors(buffers, count)?, text(name)) };
-        let timeout = Timeout::from_seconds(timeout);
-        runtime::wait(&name, |options| {
-            runtime::broadcast(root, options.with_timeout(timeout).with_device(device), || Ok(tensors))
-        })
+        unsafe {
+            let mut list = Views::new();
+            views(buffers, count, &mut list)?;
+            let (name, timeout) = (text(name).into_owned(), Timeout::from_seconds(timeout));
+            let options = CallOptions { name, timeout, device: to_device(device), ..CallOptions::default() };
+            collectives::run_on_all(collectives::broadcast_from(root)?, &list, options)
+        }
     })
 }
 

@@ -81,7 +81,11 @@ pub(super) fn gathered_shard(topology: &Topology, shard: usize) -> Range<usize> 
 
 /// The slot (as a local rank) and the compartment with the block of `rank` in a gather.
 pub(super) fn gathered(topology: &Topology, rank: usize) -> (usize, usize) {
-    let Some(Position { shard, index, .. }) = topology.position(rank) else { return (0, 0) };
+    let Some(Position { shard, index, local_rank, .. }) = topology.position(rank) else { return (0, 0) };
+    // Each rank then has a shard of its own.
+    if topology.hosts() == 1 {
+        return (local_rank, 0);
+    }
     let in_shard = index - topology.shard_indices(shard).start;
     (shard % topology.local_size(), gathered_shard(topology, shard).start + in_shard)
 }
@@ -194,6 +198,7 @@ impl Counts {
     }
 
     /// The block of `peer` in a tensor with a block for each rank (`split`), or the only block, that of `me`.
+    #[inline]
     fn block(&self, split: bool, me: usize, peer: usize, len: usize) -> Range<usize> {
         match self {
             Counts::Ranks(bounds) if split => bounds.block(peer),

@@ -7,7 +7,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use super::blocks::Counts;
 use super::call_config::CallConfig;
-use super::check::{check, check_memory, check_overlap, extents};
+use super::check::{check, check_memory, check_overlap, extents, is_plain};
 use super::operation::{Op, Pattern, Root};
 use crate::buffer::{Buffer, Tensor, View};
 use crate::dtype::DType;
@@ -376,22 +376,26 @@ impl Call {
     /// Reuses the call for other memory if `op`, `name` and `views` equal those of its only tower. Returns false, and
     /// the call is not usable, if they differ or if [`Call::new`] would reject the memory.
     pub fn rebind_buffers(&mut self, op: Op, name: &str, views: &[View<'_>]) -> bool {
-        let [tower] = &mut self.replicas[..] else { return false };
+        let tower = match &mut self.replicas[..] {
+            // A barrier.
+            [] => &mut Vec::new(),
+            [tower] => tower,
+            _ => return false,
+        };
         // Skip memcmp for empty names: their dangling pointers make it slow.
         let same_name = self.name.len() == name.len() && (name.is_empty() || self.name == name);
         let matches = self.op == op && tower.len() == views.len() && same_name;
-        if !matches
-            || !tower.iter().zip(views).all(|(tensor, view)| {
-                tensor.matches(view) && check_memory(op, &view.buffer, &self.counts, &self.config).is_ok()
-            })
-        {
+        if !matches || !tower.iter().zip(views).all(|(tensor, view)| tensor.matches(view)) {
             return false;
         }
         tower.iter_mut().zip(views).for_each(|(tensor, view)| tensor.buffer = view.buffer);
-        let is_line = op.pattern() == Pattern::Line;
-        is_line && self.replicas[0].len() == 1 && self.replicas[0][0].buffer.is_disjoint_or_in_place()
-            || op.is_broadcast()
-            || check_overlap(self.op, &self.replicas, &self.counts, &self.config).is_ok()
+        if let [tensor] = &tower[..]
+            && is_plain(op, &tensor.buffer, &self.config)
+        {
+            return true;
+        }
+        tower.iter().all(|tensor| check_memory(op, &tensor.buffer, &self.counts, &self.config).is_ok())
+            && (op.is_broadcast() || check_overlap(self.op, &self.replicas, &self.counts, &self.config).is_ok())
     }
 
     fn hash_call(&self) -> u64 {

@@ -6,32 +6,29 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::collectives::run_on_all;
 use super::state::{CONTROL, check_fork, started, team, topology};
 use crate::buffer::{Buffer, Tensor, View};
 use crate::collective::Op;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::error::{Error, Result, guard};
-use crate::group::{self, BlockedCaller, Timeout};
+use crate::error::{Result, guard};
+use crate::group::{self, BlockedCaller, CallOptions, Timeout};
 use crate::log::log_line;
 use crate::plugin::{ResultBuffer, StagingBuffer, StepOptions, Team};
 use crate::signals;
 
-fn submit(op: Op, id: i32, options: StepOptions, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
-    // The bindings require valid memory of their callers.
-    match guard(|| Ok((team(id)?, towers()?))) {
-        // SAFETY: the contracts of the bindings: dl_comm.h, completion.h.
-        Ok((team, towers)) if op == Op::MEAN && id != CONTROL => unsafe { team.gradients(towers, options) },
-        // SAFETY: as above.
-        Ok((team, towers)) => unsafe { team.submit(op, towers, options) },
-        Err(error) => options.fail(error),
-    }
-}
-
 /// Starts an allreduce (mean) of several replicas of a list of tensors on team `id`, by the team's schedule. `towers`
 /// makes the lists; its errors reach `options` too.
 pub fn average(id: i32, options: StepOptions, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
-    submit(Op::MEAN, id, options, towers);
+    // The bindings require valid memory of their callers.
+    match guard(|| Ok((team(id)?, towers()?))) {
+        // SAFETY: the contracts of the bindings: dl_comm.h, completion.h.
+        Ok((team, towers)) if id != CONTROL => unsafe { team.gradients(towers, options) },
+        // SAFETY: as above.
+        Ok((team, towers)) => unsafe { team.submit(Op::MEAN, towers, options) },
+        Err(error) => options.fail(error),
+    }
 }
 
 /// Number of ended sessions; their teams must not be used any more.
@@ -114,26 +111,8 @@ pub unsafe fn average_on(device: Device, id: i32, name: &str, timeout: Timeout, 
     wait(name, |options| average(id, options.with_timeout(timeout).with_device(Some(device)), || Ok(vec![tensors])))
 }
 
-/// Starts a broadcast of a list of tensors from rank `root`.
-pub fn broadcast(root: i32, options: StepOptions, tensors: impl FnOnce() -> Result<Vec<Tensor>>) {
-    broadcast_towers(root, options, || Ok(vec![tensors()?]));
-}
-
-/// Starts a broadcast of the root's first tower to all towers of all ranks.
-pub fn broadcast_towers(root: i32, options: StepOptions, towers: impl FnOnce() -> Result<Vec<Vec<Tensor>>>) {
-    match usize::try_from(root) {
-        Ok(root) => submit(Op::broadcast(root), CONTROL, options, towers),
-        Err(_) => options.fail(Error::Invalid(format!("root {root} is not a rank"))),
-    }
-}
-
-/// Starts a barrier.
-pub fn barrier(options: StepOptions) {
-    submit(Op::BARRIER, CONTROL, options, || Ok(Vec::new()));
-}
-
 /// Calls `start` with new options and waits for the result.
-pub fn wait(name: &str, start: impl FnOnce(StepOptions)) -> Result<()> {
+fn wait(name: &str, start: impl FnOnce(StepOptions)) -> Result<()> {
     wait_for_result(name, start).map(drop)
 }
 
@@ -198,7 +177,9 @@ pub unsafe fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
     let local: Vec<u64> = tensors.iter().map(hash).collect();
     let mut root_hashes = local.clone();
     let hashes = Buffer::in_place(root_hashes.as_mut_ptr().cast(), root_hashes.len(), DType::I64);
-    wait(&name, |options| broadcast(0, options, || Ok(vec![Tensor::new(hashes, &[])])))?;
+    let options = || CallOptions { name: name.clone(), ..CallOptions::default() };
+    // SAFETY: this function owns the hashes.
+    unsafe { run_on_all(Op::broadcast(0), &[View { buffer: hashes, shape: &[] }], options()) }?;
     let differing: Vec<usize> = (0..local.len()).filter(|&index| local[index] != root_hashes[index]).collect();
     if verbose {
         for &index in &differing {
@@ -207,6 +188,7 @@ pub unsafe fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
     }
     let mut mismatch = [if differing.is_empty() { 0f64 } else { 1.0 }];
     let flag = Buffer::in_place(mismatch.as_mut_ptr().cast(), 1, DType::F64);
-    wait(&name, |options| average(CONTROL, options, || Ok(vec![vec![Tensor::new(flag, &[])]])))?;
+    // SAFETY: this function owns the flag.
+    unsafe { run_on_all(Op::MEAN, &[View { buffer: flag, shape: &[] }], options()) }?;
     Ok(mismatch[0] == 0.0)
 }

@@ -8,6 +8,7 @@ use super::lifecycle::process_name;
 use super::state::{CONTROL, check_fork, started, team, topology};
 use crate::buffer::{Buffer, Tensor, View};
 use crate::collective::{Counts, Op};
+use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::{self, CallHandle, CallOptions, Group, Join, OnComplete, Timeout, wait_for_result};
@@ -129,7 +130,27 @@ pub unsafe fn submit(
     }
 }
 
-/// Runs a call to its end, by the fast path if possible.
+/// Runs a call on host memory with even blocks to its end, if the fast path of small calls applies; `None`, and no
+/// effect, if not.
+///
+/// # Safety
+/// As for [`Group::submit`].
+pub unsafe fn try_small(
+    group: &Group,
+    request: Request,
+    views: &[View<'_>],
+    name: &str,
+    timeout: Timeout,
+) -> Option<Result<()>> {
+    if let Err(error) = check_fork() {
+        return Some(Err(error));
+    }
+    let Request::Collective(op) = request else { return None };
+    // SAFETY: the caller's promise.
+    unsafe { group.try_small(op, name, views, timeout) }.map(|(result, _)| result)
+}
+
+/// Runs a call to its end. [`try_small`] is faster where it applies.
 ///
 /// # Errors
 /// Those of the call.
@@ -138,23 +159,65 @@ pub unsafe fn submit(
 /// As for [`Group::submit`].
 pub unsafe fn run(group: &Arc<Group>, request: Request, views: &[View<'_>], mut options: CallOptions) -> Result<()> {
     check_fork()?;
-    if let Request::Collective(op) = request
-        && options.device.is_none()
-        && options.instance_id.is_empty()
-        && options.counts == Counts::Even
-    {
-        // SAFETY: the caller's promise.
-        let ended = unsafe { group.try_small(op, &options.name, views, options.timeout) };
-        if let Some((result, _)) = ended {
-            return result;
-        }
-    }
     options.caller_blocks = true;
     // The collectives of an Adasum are started one by the other, not by this thread.
     let _blocked = (request == Request::Adasum).then(blocked);
     let tensors = views.iter().map(|view| view.to_tensor()).collect();
     // SAFETY: the caller's promise.
     wait_for_result(interrupt, |done| unsafe { submit(group, request, tensors, options, done) })
+}
+
+/// Runs a collective in the group of all ranks that no schedule counts, to its end.
+///
+/// # Errors
+/// Those of the call; if the process may not make calls.
+///
+/// # Safety
+/// As for [`Group::submit`].
+pub unsafe fn run_on_all(op: Op, views: &[View<'_>], options: CallOptions) -> Result<()> {
+    let (group, request) = (group_of_team(CONTROL)?, Request::Collective(op));
+    if options.device.is_none() {
+        // SAFETY: the caller's promise.
+        let ended = unsafe { try_small(&group, request, views, &options.name, options.timeout) };
+        if let Some(result) = ended {
+            return result;
+        }
+    }
+    // SAFETY: as above.
+    unsafe { run(&group, request, views, options) }
+}
+
+/// Broadcasts the first tower of rank `root` to all towers of all ranks, and waits.
+///
+/// # Errors
+/// As for [`run_on_all`].
+///
+/// # Safety
+/// As for [`Group::submit`].
+pub unsafe fn broadcast_towers(root: i32, towers: Vec<Vec<Tensor>>, device: Option<Device>) -> Result<()> {
+    let (group, op) = (group_of_team(CONTROL)?, broadcast_from(root)?);
+    let options = CallOptions { caller_blocks: true, device, ..CallOptions::default() };
+    // SAFETY: the caller's promise.
+    wait_for_result(interrupt, |done| unsafe { group.submit(op, towers, options, done) })
+}
+
+/// The broadcast from rank `root`.
+///
+/// # Errors
+/// [`Error::Invalid`] if `root` is negative.
+pub fn broadcast_from(root: i32) -> Result<Op> {
+    let rank = usize::try_from(root).map_err(|_| Error::Invalid(format!("root {root} is not a rank")))?;
+    Ok(Op::broadcast(rank))
+}
+
+/// A barrier of all ranks; `name` is part of what must match.
+///
+/// # Errors
+/// As for [`run_on_all`].
+pub fn barrier(name: &str, timeout: Timeout) -> Result<()> {
+    let options = CallOptions { name: name.to_owned(), timeout, ..CallOptions::default() };
+    // SAFETY: a barrier has no tensors.
+    unsafe { run_on_all(Op::BARRIER, &[], options) }
 }
 
 /// Waits for a call that another function has started, as [`CallHandle::wait`].

@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use super::calls::{barrier, wait};
+use super::collectives::barrier;
 use super::state::{RuntimeState, config, find_team, not_started, started, topology, write};
 use crate::affinity::{self, GroupPlacement};
 use crate::collective::AlgorithmSetting;
@@ -13,7 +13,7 @@ use crate::collective::device::{DeviceSettings, PathSetting};
 use crate::config::{Config, MAX_THREADS};
 use crate::deadline::{Deadline, SetBy};
 use crate::error::{Error, Result};
-use crate::group::{Group, OnFailure};
+use crate::group::{Group, OnFailure, Timeout};
 use crate::group_config::GroupConfig;
 use crate::group_key::{GroupKey, GroupName, Members};
 use crate::lock::lock;
@@ -34,7 +34,7 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
     }
     if let Some(call) = call {
         // A barrier with this name detects ranks with other calls.
-        wait(call, barrier)?;
+        barrier(call, Timeout::GroupDefault)?;
     }
     let config = config()?;
     let cpus = processors(&config, id, threads);

@@ -14,10 +14,9 @@ mod teams;
 mod turn;
 
 pub use calls::{
-    average, average_and_wait, average_list, average_on, barrier, blocked, broadcast, broadcast_towers, buffers_match,
-    look_for_signals, may_return_early, wait,
+    average, average_and_wait, average_list, average_on, blocked, buffers_match, look_for_signals, may_return_early,
 };
-pub use collectives::group_of_team;
+pub use collectives::{barrier, group_of_team};
 pub use group_creation::{GroupOptions, create_group};
 pub use introspect::{ProcessInfo, dump, overview, start_timeline, stats, stop_timeline};
 pub use lifecycle::{abort, finalize, init, start, start_by_address, start_by_store};
