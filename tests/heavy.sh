@@ -22,9 +22,10 @@ nightly() { # whether a nightly toolchain with rust-src is installed
   [ -d "$(rustc +nightly --print sysroot 2>/dev/null)/lib/rustlib/src/rust/library" ]
 }
 
-loom() { # Loom: all interleavings within the bounds of core/tests/loom.rs and loom_mailbox.rs
+loom() { # Loom: all interleavings within the bounds of core/tests/loom*.rs
   CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" \
-    timeout 2400 cargo test --release --locked -p dl_comm_core --test loom --test loom_mailbox -- --nocapture
+    timeout 3000 cargo test --release --locked -p dl_comm_core --test loom --test loom_zero_copy --test loom_hosts \
+    --test loom_mailbox -- --nocapture
 }
 
 tsan() { # ranks as threads under the thread sanitizer, with an instrumented standard library

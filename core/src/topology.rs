@@ -10,7 +10,7 @@ use std::hash::Hash;
 use std::ops::Range;
 
 /// The most shards between hosts: with more, messages become short and many.
-const MAX_NETWORK_SHARDS: usize = 16;
+const MAX_NETWORK_SHARDS: usize = if cfg!(loom) { 1 } else { 16 };
 
 /// The ranks of a job, grouped by host, as seen by one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -4,69 +4,30 @@
 #![cfg(loom)]
 #![allow(clippy::unwrap_used)]
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::time::Instant;
+mod loom_support;
 
-use dl_comm_core::buffer::{Buffer, Tensor};
-use dl_comm_core::collective::{Call, CallConfig, Channel, Counts, Op};
+use std::sync::Arc;
+
+use dl_comm_core::buffer::Buffer;
+use dl_comm_core::collective::{Call, Channel, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
-use dl_comm_core::group_key::GroupKey;
-use dl_comm_core::timings::CallTimings;
 use dl_comm_core::topology::Topology;
 use dl_comm_core::transport::flag::Flag;
+use dl_comm_core::transport::in_process::Access;
 use dl_comm_core::transport::step::START;
-use dl_comm_core::transport::wait_context::WaitCallbacks;
-use dl_comm_core::transport::{Phase, ShmChannel, ShmRegion, WaitContext, in_process};
-use loom::thread::{Builder, JoinHandle};
+use dl_comm_core::transport::{Phase, ShmChannel, ShmRegion};
+use loom_support::{FLOATS, SLOT, call, config, explore, spawn, with_wait_context};
 
-/// Number of floats in a slot.
-const FLOATS: usize = 32;
-
-/// Explores `body`. `preemptions` is the maximum number of preemptions of a thread; `None` for no bound.
-fn explore(preemptions: Option<usize>, body: impl Fn() + Sync + Send + 'static) {
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = preemptions;
-    builder.max_branches = 100_000;
-    let from = Instant::now();
-    let runs = Arc::new(std::sync::atomic::AtomicUsize::new(0));
-    let count = Arc::clone(&runs);
-    builder.check(move || {
-        count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        body();
-    });
-    println!("{runs:?} executions, preemptions {preemptions:?}, {:.1} s", from.elapsed().as_secs_f64());
-}
-
-/// The regions of `ranks` ranks in new memory, with one channel and slots that are made.
+/// The regions of `ranks` ranks that only share slots.
 fn regions(ranks: usize) -> Vec<Arc<ShmRegion>> {
-    let resources = in_process::world(&[ranks], 1, FLOATS * size_of::<f32>(), in_process::Access::Slots).unwrap();
-    let regions: Vec<_> = resources.into_iter().map(|resources| resources.region).collect();
-    regions.iter().for_each(|region| region.open().unwrap());
-    regions
-}
-
-/// Runs a rank with a larger stack than Loom's default.
-fn spawn(body: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
-    Builder::new().stack_size(0x8000).spawn(body).unwrap()
-}
-
-/// Calls `body` with a wait context that only the region's failure aborts.
-fn with_wait_context<T>(region: &ShmRegion, body: impl FnOnce(&WaitContext<'_>) -> T) -> T {
-    let (warned, timings) = (AtomicBool::new(false), CallTimings::new(0, 0));
-    let abort_reason = || region.control().failure();
-    let callbacks = WaitCallbacks { describe: &String::new, abort_reason: &abort_reason, on_stall: &|_| {} };
-    body(&WaitContext::new(Instant::now(), None, None, &warned, &timings, &callbacks))
+    loom_support::regions(ranks, Access::Slots)
 }
 
 /// An allreduce of `data` on `ranks` ranks.
 fn average(data: &mut [f32], ranks: usize, name: &str) -> Call {
     let buffer = Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32);
-    let slot = FLOATS * size_of::<f32>();
-    let topology = Topology::new(0, &vec![0; ranks]);
-    let config = CallConfig { small_max: slot, ..CallConfig::new(&topology, GroupKey::team(0), 1, slot) };
-    Call::new(Op::MEAN, vec![vec![Tensor::new(buffer, &[])]], Counts::Even, name, "", String::new(), config).unwrap()
+    call(Op::MEAN, buffer, name, config(&Topology::new(0, &vec![0; ranks]), SLOT))
 }
 
 /// Every rank averages `steps` slots of floats, with one chunk packed ahead as in the group's threads.
@@ -107,8 +68,7 @@ fn direct_and_reducing_rounds_mix() {
         let rank = |(rank, region): (usize, Arc<ShmRegion>)| {
             spawn(move || {
                 let topology = Arc::new(Topology::new(rank, &[0, 0]));
-                let slot = FLOATS * size_of::<f32>();
-                let config = CallConfig { small_max: slot, ..CallConfig::new(&topology, GroupKey::team(0), 1, slot) };
+                let config = config(&topology, SLOT);
                 let mut channel = Channel::new(topology, region.channel(0));
                 for (number, (op, chunks)) in
                     [(Op::ALLGATHER, 2), (Op::MEAN, 2), (Op::ALLGATHER, 1)].into_iter().enumerate()
@@ -117,9 +77,7 @@ fn direct_and_reducing_rounds_mix() {
                     let value = |rank: usize| (10 * number + rank) as f32;
                     let (mut src, mut dst) = (vec![value(rank); len], vec![0f32; 2 * len]);
                     let buffer = Buffer::new(src.as_mut_ptr().cast(), dst.as_mut_ptr().cast(), len, DType::F32);
-                    let tensors = vec![vec![Tensor::new(buffer, &[])]];
-                    let config = config.clone();
-                    let call = Call::new(op, tensors, Counts::Even, "", "", String::new(), config).unwrap();
+                    let call = call(op, buffer, "", config.clone());
                     assert_eq!(call.layout.chunks(), chunks);
                     with_wait_context(&region, |wait_ctx| {
                         assert!(channel.run_first_chunk(&call, wait_ctx).unwrap());

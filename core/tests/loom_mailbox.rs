@@ -3,6 +3,8 @@
 #![cfg(loom)]
 #![allow(clippy::unwrap_used)]
 
+mod loom_support;
+
 use std::sync::Arc;
 
 use dl_comm_core::transport::mailbox::Mailbox;
@@ -10,18 +12,7 @@ use dl_comm_core::transport::mailbox::memory::{HeapMemory, MailboxMemory};
 use dl_comm_core::transport::mailbox::ring::{Envelope, LongEnvelope, LongState};
 use dl_comm_core::transport::mailbox::staging::PartInfo;
 use dl_comm_core::transport::sync::check_read;
-use loom::thread::{Builder, JoinHandle};
-
-fn explore(preemptions: usize, body: impl Fn() + Sync + Send + 'static) {
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(preemptions);
-    builder.max_branches = 100_000;
-    builder.check(body);
-}
-
-fn spawn(body: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
-    Builder::new().stack_size(0x8000).spawn(body).unwrap()
-}
+use loom_support::{explore, spawn};
 
 /// The mailboxes of two ranks.
 fn mailboxes() -> [Mailbox; 2] {
@@ -98,12 +89,12 @@ fn stream(lengths: &'static [usize]) {
 
 #[test]
 fn messages_go_through_a_small_ring() {
-    explore(2, || stream(&[8, 64, 8, 0, 64]));
+    explore(Some(2), || stream(&[8, 64, 8, 0, 64]));
 }
 
 #[test]
 fn messages_cross() {
-    explore(2, || {
+    explore(Some(2), || {
         let ranks = mailboxes().into_iter().enumerate().map(|(me, mut mailbox)| {
             spawn(move || {
                 let (mut sent, mut received) = (0, 0);
@@ -211,10 +202,10 @@ fn long_message(gives_up: bool) {
 
 #[test]
 fn a_long_message_comes_in_parts() {
-    explore(2, || long_message(false));
+    explore(Some(2), || long_message(false));
 }
 
 #[test]
 fn a_sender_may_give_up() {
-    explore(2, || long_message(true));
+    explore(Some(2), || long_message(true));
 }

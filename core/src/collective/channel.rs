@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::call::Call;
-use super::inter_host::InterHost;
+use super::inter_host::{AlgorithmSetting, InterHost};
 use super::operation::Pattern;
 use super::shard::ShardView;
 use super::transfer;
@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
 use crate::transport::step::{REFRESH, START, reached};
-use crate::transport::{Phase, ShmChannel, SlotContent, WaitContext};
+use crate::transport::{HostLink, NetworkModel, Phase, ShmChannel, SlotContent, WaitContext};
 
 /// A channel; see the module's documentation.
 pub struct Channel {
@@ -99,8 +99,16 @@ impl Channel {
         }
     }
 
-    /// Adds the links to the other hosts, one for each shard of this rank.
-    pub(crate) fn with(self, inter_host: Vec<InterHost>) -> Channel {
+    /// Adds the links to the other hosts, one for each shard of this rank, in their order.
+    pub fn with_links(
+        self,
+        links: Vec<Box<dyn HostLink>>,
+        network: NetworkModel,
+        algorithm: AlgorithmSetting,
+    ) -> Channel {
+        let shards = self.topology.own_shards().zip(links);
+        let inter_host =
+            shards.map(|(shard, link)| InterHost::new(shard, link, &self.topology, network, algorithm)).collect();
         Channel { inter_host, ..self }
     }
 

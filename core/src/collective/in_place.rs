@@ -11,6 +11,7 @@ use super::zero_copy::{self, Side};
 use crate::error::Result;
 use crate::reduce::Reduction;
 use crate::transport::arena::PeerMemory;
+use crate::transport::sync;
 
 /// As [`Reducing`], in place.
 pub(super) struct ReducingInPlace<'a>(pub &'a dyn PeerMemory);
@@ -55,6 +56,8 @@ impl InterHostOps for ReducingInPlace<'_> {
     unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool> {
         self.for_tensors(piece, Side::Source, |tensors, part| {
             let sources: PerRank<*const u8> = tensors.iter().map(|tensor| tensor.cast_const()).collect();
+            let len = part.count * part.reduction.wire_size();
+            sources.iter().for_each(|&source| sync::check_read(source, len));
             let acc = out[part.at..part.at + part.count * part.reduction.acc_size()].as_mut_ptr();
             // SAFETY: this shard owns the piece of all tensors; slicing checks that the accumulators fit.
             unsafe { part.reduction.partial(&sources, acc, part.count) };
@@ -76,6 +79,7 @@ impl InterHostOps for ReducingInPlace<'_> {
         self.for_tensors(piece, Side::Destination, |tensors, part| {
             let len = part.count * part.reduction.wire_size();
             for &tensor in tensors {
+                sync::check_write(tensor, len);
                 // SAFETY: the caller's promise; a result is in no tensor.
                 unsafe { piece.shard.result.add(part.wire).copy_to_nonoverlapping(tensor, len) };
             }

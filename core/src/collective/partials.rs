@@ -10,6 +10,7 @@ use super::shard::{PerRank, ShardView};
 use super::wire::runs;
 use crate::error::Result;
 use crate::reduce::Reduction;
+use crate::transport::sync;
 use crate::wire_layout::{ALIGN, DtypeRun};
 
 /// Partial results of a piece, if the hosts have data.
@@ -122,8 +123,10 @@ impl InterHostOps for Reducing {
     unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool> {
         for part in piece.parts() {
             let acc = out[part.at..part.end()].as_mut_ptr();
+            let sources = piece.shard.sources(part.wire);
+            sources.iter().for_each(|&source| sync::check_read(source, part.count * part.reduction.wire_size()));
             // SAFETY: this shard owns the piece of all slots; slicing checks that the accumulators fit.
-            unsafe { part.reduction.partial(&piece.shard.sources(part.wire), acc, part.count) };
+            unsafe { part.reduction.partial(&sources, acc, part.count) };
         }
         Ok(true)
     }
@@ -142,8 +145,10 @@ impl InterHostOps for Reducing {
         let accs: PerRank<*const u8> = [low, high].into_iter().flatten().collect();
         for part in piece.parts() {
             let accs: PerRank<*const u8> = accs.iter().map(|acc| acc.wrapping_add(part.at)).collect();
+            let out = piece.shard.result.wrapping_add(part.wire);
+            sync::check_write(out, part.count * part.reduction.wire_size());
             // SAFETY: as in `add_partials`; this shard owns the piece of its slot.
-            unsafe { part.reduction.finish(&accs, &[piece.shard.result.add(part.wire)], part.count) };
+            unsafe { part.reduction.finish(&accs, &[out], part.count) };
         }
     }
 }

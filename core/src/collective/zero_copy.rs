@@ -26,7 +26,7 @@ use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
 use crate::transport::arena::PeerMemory;
 use crate::transport::region_control::RegionControl;
-use crate::transport::{Phase, SlotContent, WaitContext};
+use crate::transport::{Phase, SlotContent, WaitContext, sync};
 use crate::wire_layout::{TensorRange, slice};
 
 /// The root takes part in the work for other ranks in pieces of at least this size; smaller ones cost more than they
@@ -77,6 +77,7 @@ impl Channel {
     /// [`Error::Internal`] for a tensor that is not where `content` says.
     pub(super) fn post_places(&self, call: &Call, content: SlotContent, seq: u32) -> Result<()> {
         let slot = self.shm.slot(self.topology.local_rank(), seq).cast::<u64>();
+        sync::check_write(slot.cast(), num_words(call) * size_of::<u64>());
         let memory = self.peer_memory().filter(|_| content == SlotContent::PeerMemory);
         let mut word = 0;
         let mut post = |value: u64| {
@@ -214,6 +215,17 @@ pub(super) enum Side {
     Destination,
 }
 
+/// Word `index` of a slot.
+///
+/// # Safety
+/// The slot's rank has posted it.
+unsafe fn read_word(slot: *const u8, index: usize) -> u64 {
+    let word = slot.cast::<u64>().wrapping_add(index);
+    sync::check_read(word.cast(), size_of::<u64>());
+    // SAFETY: guaranteed by the caller.
+    unsafe { word.read() }
+}
+
 /// The addresses in this process of a part of a tensor of all ranks, by local rank.
 ///
 /// # Errors
@@ -232,7 +244,7 @@ pub(super) unsafe fn addresses(
     let (skip, len) = ((part.first * size) as u64, part.count * size);
     let address = |(rank, slot): (usize, &*mut u8)| {
         // SAFETY: guaranteed by the caller.
-        let place = unsafe { slot.cast::<u64>().add(2 * part.layout_index + side as usize).read() };
+        let place = unsafe { read_word(*slot, 2 * part.layout_index + side as usize) };
         memory.resolve(rank, place.wrapping_add(skip), len).ok_or_else(cannot_map)
     };
     slots.iter().enumerate().map(address).collect()
@@ -256,7 +268,7 @@ impl Round<'_> {
     /// The rank has posted it.
     unsafe fn word(&self, rank: usize, index: usize) -> u64 {
         // SAFETY: guaranteed by the caller.
-        unsafe { self.slots[rank].cast::<u64>().add(index).read() }
+        unsafe { read_word(self.slots[rank], index) }
     }
 
     /// The place of byte `skip` of a tensor of local rank `rank`.
@@ -295,6 +307,8 @@ impl Round<'_> {
             let tensor = |rank| unsafe { self.mapped(rank, piece.layout_index, Side::Source, skip, len) };
             let sources = ranks.clone().map(|rank| tensor(rank).map(<*mut u8>::cast_const));
             let sources: PerRank<*const u8> = sources.collect::<Result<_>>()?;
+            sources.iter().for_each(|&source| sync::check_read(source, len));
+            outs.iter().for_each(|&out| sync::check_write(out, len));
             // SAFETY: equal signatures mean equal tensors; only this rank accesses this part of them.
             unsafe { call.reduction(dtype).combine(&sources, outs, piece.count) };
             Ok(true)
@@ -397,17 +411,22 @@ impl Round<'_> {
                     };
                     let skip = (start + piece.first - received(piece.tensor).start) * size;
                     let to = buffer.destination_at(piece.first);
+                    sync::check_write(to, len);
                     if is_private {
                         self.memory.read_private(other, self.place(other, index, Side::Source, skip), to, len)
                     } else {
                         let from = self.mapped(other, index, Side::Source, skip, len)?;
+                        sync::check_read(from, len);
                         copy_result(call, false, from, to, len);
                         true
                     }
                 } else {
                     let skip = (received(piece.tensor).start + piece.first - sent(piece.tensor).start) * size;
                     let to = self.mapped(other, index, Side::Destination, skip, len)?;
-                    copy_result(call, false, buffer.source_at(piece.first), to, len);
+                    let from = buffer.source_at(piece.first);
+                    sync::check_read(from, len);
+                    sync::check_write(to, len);
+                    copy_result(call, false, from, to, len);
                     true
                 }
             };

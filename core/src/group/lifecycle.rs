@@ -11,7 +11,7 @@ use super::state::{GroupState, OnFailure};
 use super::submit::Group;
 use super::thread::{GroupThread, ThreadSettings};
 use super::worker::Worker;
-use crate::collective::{CallConfig, Channel, InterHost};
+use crate::collective::{CallConfig, Channel};
 use crate::error::{Error, Result};
 use crate::fork;
 use crate::group_config::GroupConfig;
@@ -94,15 +94,12 @@ impl Group {
         });
         shared.set_timeout(settings.timeout);
         let mut workers = links.into_iter().enumerate().map(|(index, links)| {
-            let inter_host = topology.own_shards().zip(links);
-            let inter_host = inter_host
-                .map(|(shard, link)| InterHost::new(shard, link, &topology, network, settings.algorithm))
-                .collect();
+            let channel = Channel::new(Arc::clone(&topology), region.channel(index));
             Worker {
                 shared: Arc::clone(&shared),
                 index,
                 rank,
-                channel: Channel::new(Arc::clone(&topology), region.channel(index)).with(inter_host),
+                channel: channel.with_links(links, network, settings.algorithm),
                 staging: None,
             }
         });

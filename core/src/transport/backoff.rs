@@ -5,6 +5,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::sync;
 use crate::error::Result;
 
 /// Polls before the first sleep. Giving up the processor is cheaper than a short sleep.
@@ -42,7 +43,7 @@ impl Backoff {
     pub fn nap(&mut self, check: impl FnOnce() -> Result<()>) -> Result<()> {
         self.polls = self.polls.saturating_add(1);
         match self.polls {
-            0..YIELDS => thread::yield_now(),
+            0..YIELDS => sync::yield_now(),
             YIELDS..SHORT_SLEEPS => thread::sleep(SHORT_SLEEP),
             _ => thread::sleep(LONG_SLEEP),
         }

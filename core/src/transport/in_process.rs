@@ -11,7 +11,7 @@ use super::memory::Aligned;
 use super::region_control::RegionControl;
 use super::region_layout::window;
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
-use super::{ExchangeBuffers, GroupResources, HostLink, MAX_EXCHANGES, Message, NetworkModel};
+use super::{ExchangeBuffers, GroupResources, HostLink, MAX_EXCHANGES, Message, NetworkModel, sync};
 use crate::error::{Error, Result};
 use crate::group_key::{GroupKey, Members};
 use crate::topology::Topology;
@@ -127,6 +127,7 @@ impl ProcessMemory {
         let take = |left: usize| left.checked_sub(usize::from(left != usize::MAX));
         let allowed = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok();
         if allowed {
+            sync::check_read(from, len);
             // SAFETY: guaranteed by the caller.
             unsafe { from.copy_to_nonoverlapping(to, len) };
         }

@@ -1,5 +1,5 @@
 //! Replaces `sync.rs` under `--cfg loom`: Loom's atomics, a futex built from Loom's mutex and condition variable, and
-//! access checks for slots.
+//! access checks for slots and tensors.
 //!
 //! The futex behaves as futex(2) specifies: comparing and falling asleep is atomic with respect to wakes, and both
 //! calls start with a full barrier. It has no clock. A wait ends by a wake or by [`FutexWord::end_waits`], so Loom
@@ -14,6 +14,7 @@ use loom::sync::{Condvar, Mutex};
 use rustix::io::Errno;
 
 pub use loom::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+pub use loom::thread::yield_now;
 
 use crate::wire_layout::ALIGN;
 
@@ -85,35 +86,44 @@ impl FutexWord {
     }
 }
 
-/// The slots of an execution: their address, and a cell for each cache line of [`ALIGN`] bytes.
-struct Slots {
+/// Tracked memory: its address, and a cell for each cache line of [`ALIGN`] bytes.
+struct Tracked {
     start: usize,
     lines: Vec<UnsafeCell<()>>,
 }
 
 thread_local! {
-    static SLOTS: RefCell<Slots> = const { RefCell::new(Slots { start: 0, lines: Vec::new() }) };
+    static TRACKED: RefCell<Vec<Tracked>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Tracks accesses to the addresses `range`, replacing those of the previous execution.
+/// Forgets the memory of the previous execution. Call it at the start of each.
+pub fn start_execution() {
+    TRACKED.take();
+}
+
+/// Tracks accesses to the addresses `range`: slots, mailboxes, and tensors that other ranks access.
 pub fn track(range: Range<usize>) {
     let lines = (0..range.len().div_ceil(ALIGN)).map(|_| UnsafeCell::new(())).collect();
-    SLOTS.set(Slots { start: range.start, lines });
+    TRACKED.with_borrow_mut(|tracked| tracked.push(Tracked { start: range.start, lines }));
 }
 
-/// Records a read of a slot. Loom panics if an earlier write is not ordered before it.
+/// Records a read. Loom panics if an earlier write is not ordered before it. Does nothing for memory that is not tracked.
 pub fn check_read(from: *const u8, len: usize) {
     each_line(from.addr(), len, |line| line.with(|_| ()));
 }
 
-/// Records a write of a slot. Loom panics if any other access is not ordered.
+/// Records a write. Loom panics if any other access is not ordered. Does nothing for memory that is not tracked.
 pub fn check_write(to: *mut u8, len: usize) {
     each_line(to.addr(), len, |line| line.with_mut(|_| ()));
 }
 
 fn each_line(start: usize, len: usize, record: impl Fn(&UnsafeCell<()>)) {
-    SLOTS.with_borrow(|slots| {
-        let offset = start - slots.start;
-        slots.lines[offset / ALIGN..(offset + len).div_ceil(ALIGN)].iter().for_each(record);
+    TRACKED.with_borrow(|tracked| {
+        let holds =
+            |memory: &&Tracked| (memory.start..memory.start + memory.lines.len() * ALIGN).contains(&start) && len > 0;
+        if let Some(memory) = tracked.iter().find(holds) {
+            let offset = start - memory.start;
+            memory.lines[offset / ALIGN..(offset + len).div_ceil(ALIGN)].iter().for_each(record);
+        }
     });
 }

@@ -15,7 +15,7 @@ pub(super) const FAILURE_TEXT: usize = if cfg!(loom) { 4 } else { 2048 };
 /// is unpacked.
 pub const HOST_WINDOW: usize = 2;
 /// The same between hosts: so many chunks of a call are under way.
-pub const NETWORK_WINDOW: usize = 8;
+pub const NETWORK_WINDOW: usize = if cfg!(loom) { 4 } else { 8 };
 /// The largest window. Windows are powers of two: the numbers of rounds wrap.
 pub const MAX_WINDOW: usize = NETWORK_WINDOW;
 

@@ -8,6 +8,7 @@ use rustix::thread::futex;
 use rustix::time::Timespec;
 
 pub use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+pub use std::thread::yield_now;
 
 /// Interval at which a sleeping wait checks for a deadline or an abort.
 const FUTEX_TIMEOUT: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
@@ -59,10 +60,10 @@ impl FutexWord {
     }
 }
 
-/// Records a read of a slot under Loom; does nothing here.
+/// Records a read of a slot or a tensor under Loom; does nothing here.
 #[inline(always)]
 pub fn check_read(_from: *const u8, _len: usize) {}
 
-/// Records a write of a slot under Loom; does nothing here.
+/// Records a write of a slot or a tensor under Loom; does nothing here.
 #[inline(always)]
 pub fn check_write(_to: *mut u8, _len: usize) {}

@@ -18,7 +18,9 @@ use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
 use crate::transport::memory::Aligned;
-use crate::transport::{HostLink, MAX_EXCHANGES, Message, NETWORK_WINDOW, NetworkModel, WaitContext, finish_exchange};
+use crate::transport::{
+    HostLink, MAX_EXCHANGES, Message, NETWORK_WINDOW, NetworkModel, WaitContext, finish_exchange, sync,
+};
 use crate::wire_layout::{DtypeRun, HEADER};
 
 /// A shard of this rank, with its links to the other hosts.
@@ -315,8 +317,10 @@ impl SliceExchange<'_> {
         let mut end = at + HEADER;
         for run in runs(call, shard.topology, shard.shard, shard.chunk, piece) {
             let body = &mut send[end..end + run.bytes.len()];
+            let from = shard.result.wrapping_add(run.bytes.start);
+            sync::check_read(from, body.len());
             // SAFETY: this shard owns the slice of its slot and has completed it.
-            unsafe { ptr::copy_nonoverlapping(shard.result.add(run.bytes.start), body.as_mut_ptr(), body.len()) };
+            unsafe { ptr::copy_nonoverlapping(from, body.as_mut_ptr(), body.len()) };
             end += run.bytes.len();
         }
         at..end
@@ -330,8 +334,10 @@ impl SliceExchange<'_> {
         let mut from = at + HEADER;
         for run in runs(call, shard.topology, shard.shard, shard.chunk, piece) {
             let body = &recv[from..from + run.bytes.len()];
+            let to = shard.result.wrapping_add(run.bytes.start);
+            sync::check_write(to, body.len());
             // SAFETY: as in `pack_result`.
-            unsafe { ptr::copy_nonoverlapping(body.as_ptr(), shard.result.add(run.bytes.start), body.len()) };
+            unsafe { ptr::copy_nonoverlapping(body.as_ptr(), to, body.len()) };
             from += run.bytes.len();
         }
         Ok(())
