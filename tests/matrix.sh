@@ -35,11 +35,21 @@ framework() { # REQUIREMENT FILE...
   DL_COMM_CACHE=$work/cache parallel "$venv/bin/python" "$@"
 }
 
+distributed() { # REQUIREMENT: torch.distributed, in the environment of `framework`
+  local python=$work/${1//[^a-z0-9.]/_}/bin/python ranks
+  export DL_COMM_CACHE=$work/cache
+  for ranks in 2 3; do
+    "$python" tests/ranks.py "$ranks" 900 "$python" -m pytest -x -q -m "not heavy" tests/c10d || return 1
+  done
+  # Here torch finds the backend without an import.
+  "$python" -m pytest -x -q -m "not heavy" tests/c10d/test_c10d_scripts.py
+}
+
 for case in "${cases[@]}"; do
   echo "== $case ($(date +%H:%M:%S))"
   case $case in
     openmpi) (openmpi) ;;
-    torch*) (framework "$case" tests/parallel/test_torch*.py) ;;
+    torch*) (framework "$case" tests/parallel/test_torch*.py && distributed "$case") ;;
     tensorflow*) (framework "$case" tests/parallel/test_tensorflow*.py tests/parallel/test_tf1.py tests/parallel/test_keras*.py) ;;
     *) echo "no case $case" && false ;;
   esac

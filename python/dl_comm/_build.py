@@ -140,9 +140,16 @@ def cache_dir() -> Path:
 
 
 def existing_library(name: str) -> Path | None:
-    """The library for the installed framework version, if it exists; builds nothing."""
+    """The library for the installed framework version, if it exists; builds nothing.
+
+    One in the cache comes first, so that ``dl_comm.build --force`` can replace one of the package that does not load.
+    """
     folder = cache_dir() / _key(name)
-    return packaged_library(name) or (folder / _LIBRARIES[name].file if _is_intact(folder) else None)
+    try:
+        _check_permissions(folder)
+    except (OSError, ImportError):
+        return packaged_library(name)
+    return folder / _LIBRARIES[name].file if _is_intact(folder) else packaged_library(name)
 
 
 def cached_library(name: str, force: bool = False) -> Path:

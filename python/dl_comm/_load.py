@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dl_comm import _dl_comm
-from dl_comm._build import cached_library, packaged_library
+from dl_comm._build import cached_library, existing_library
 
 
 def ops_library(name: str) -> str:
     """The path of the op library ``name``: ``"torch"``, ``"torch.distributed"`` or ``"tensorflow"``.
 
-    Uses the library that was built at install, else the one in the cache, which it builds if it is missing.
+    Uses the library in the cache, else that of the package. Builds it in the cache if both are missing.
 
     Raises:
         ImportError: The framework is not installed, or the build failed; the message has the reason and the fix.
     """
-    return str(packaged_library(name) or cached_library(name))
+    return str(existing_library(name) or cached_library(name))
 
 
 def check_one_core(path: str, core_id: int) -> None:

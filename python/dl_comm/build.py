@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dl_comm._build import build_into, cached_library, libraries, packaged_library
+from dl_comm._build import build_into, cached_library, existing_library, libraries
 from dl_comm._frameworks import FRAMEWORKS, is_installed
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m dl_comm.build", description=__doc__.split("\n\n")[1])
     parser.add_argument("frameworks", nargs="*", metavar="FRAMEWORK", help=f"one of {', '.join(FRAMEWORKS)}")
-    parser.add_argument("--force", action="store_true", help="rebuild existing libraries")
+    parser.add_argument("--force", action="store_true", help="rebuild existing libraries, in the cache")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="build for a wheel: tests/full_wheel.sh")
     arguments = parser.parse_args()
     for name in arguments.frameworks:
@@ -30,7 +30,7 @@ def main() -> None:
             if arguments.into is not None:
                 print(f"{name}: {build_into(name, arguments.into)}")
                 continue
-            library = None if arguments.force else packaged_library(name)
+            library = None if arguments.force else existing_library(name)
             print(f"{name}: {library or cached_library(name, arguments.force)}")
 
 

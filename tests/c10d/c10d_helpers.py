@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -40,6 +41,17 @@ def lacks(reason: str, *, when: bool = True) -> None:
 def not_gloo(reason: str) -> pytest.MarkDecorator:
     """Marks a test that gloo cannot pass."""
     return pytest.mark.skipif(GLOO, reason=f"gloo: {reason}")
+
+
+@contextlib.contextmanager
+def torch_may_refuse(message: str, feature: str) -> Iterator[None]:
+    """Skips a test of a feature that older versions of torch refuse, by themselves, with this message."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if message not in str(error):
+            raise
+        pytest.skip(f"torch {torch.__version__} lacks {feature}")
 
 
 def fewer_than(ranks: int) -> pytest.MarkDecorator:

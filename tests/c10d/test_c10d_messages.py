@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from c10d_helpers import GLOO, MOVED, equal, fewer_than, lacks, not_gloo, values
+from c10d_helpers import GLOO, MOVED, equal, fewer_than, lacks, not_gloo, torch_may_refuse, values
 
 together = fewer_than(2)
 
@@ -225,7 +225,6 @@ def test_barrier_waits_for_the_last(rank: int, size: int) -> None:
 
 
 def test_monitored_barrier(rank: int, size: int) -> None:
-    if torch.__version__ < "2.14" and dist.get_backend() != "gloo":
-        pytest.skip("this torch allows it to gloo only")
-    dist.monitored_barrier(timeout=timedelta(seconds=30))
+    with torch_may_refuse("only implemented for GLOO", "monitored_barrier of other backends than gloo"):
+        dist.monitored_barrier(timeout=timedelta(seconds=30))
     dist.monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=True)

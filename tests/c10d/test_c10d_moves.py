@@ -213,7 +213,7 @@ def test_several_tensors(rank: int, size: int) -> None:
 
 
 @not_gloo("no gather_single")
-@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch 2.14 or later")
+@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason=f"torch {torch.__version__} lacks gather_single")
 def test_the_names_of_later_versions(rank: int, size: int) -> None:
     mine = torch.full((2,), float(rank))
     expected = torch.arange(float(size)).repeat_interleave(2)

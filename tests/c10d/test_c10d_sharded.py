@@ -117,7 +117,7 @@ def test_fsdp_accumulates(rank: int, size: int) -> None:
 def test_fsdp_allocates_from_the_group(rank: int, size: int) -> None:
     model = sharded(init_device_mesh("cpu", (size,)))
     if not hasattr(model, "set_allocate_memory_from_process_group_for_comm"):
-        pytest.skip("a later torch")
+        pytest.skip(f"torch {torch.__version__} lacks set_allocate_memory_from_process_group_for_comm")
     for module in model.modules():
         if hasattr(module, "set_allocate_memory_from_process_group_for_comm"):
             module.set_allocate_memory_from_process_group_for_comm(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,28 @@ def test_the_library_that_was_built_at_install_comes_first(package: Path, monkey
     file.parent.mkdir(parents=True)
     file.touch()
     assert _build.packaged_library("tensorflow") == package / "libdl_comm_tf.so"
+
+
+def test_a_library_that_was_built_by_command_replaces_that_of_the_package(
+    package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_build, "framework_version", lambda framework: "torch-2.11.0")
+    monkeypatch.setattr(_build, "_build", fake_build)
+    monkeypatch.setenv("DL_COMM_CACHE", str(tmp_path / "cache"))
+    assert _build.existing_library("torch") == package / "libdl_comm_torch.so"
+    built = _build.cached_library("torch", force=True)
+    assert _build.existing_library("torch") == built
+    built.write_text("damaged")
+    assert _build.existing_library("torch") == package / "libdl_comm_torch.so"
+    _build.cached_library("torch", force=True)
+    built.parent.chmod(0o777)  # others could have changed it
+    assert _build.existing_library("torch") == package / "libdl_comm_torch.so"
+
+
+def fake_build(name: str, folder: Path) -> None:
+    library = folder / _build._LIBRARIES[name].file
+    library.write_text("built")
+    (folder / _build._MANIFEST).write_text(json.dumps({library.name: _build._size_and_hash(library)}))
 
 
 def test_what_is_missing_is_named(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
