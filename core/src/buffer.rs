@@ -117,7 +117,7 @@ impl Buffer {
         (self.source_bytes(0..self.len), self.destination_bytes(0..self.len))
     }
 
-    /// The addresses of `elements` of the source; they wrap around where a rank does not use them.
+    /// The addresses of `elements` of the source. They may wrap around: a rank need not use its source.
     pub fn source_bytes(&self, elements: Range<usize>) -> Range<usize> {
         let address = |element: usize| self.src.addr().wrapping_add(element * self.dtype.size());
         address(elements.start)..address(elements.end)

@@ -13,7 +13,7 @@ use crate::group::{BlockedCaller, CallOptions, MessageOptions, Timeout};
 use crate::lock::lock;
 use crate::p2p::{Status, Then};
 use crate::plugin::{OnResult, ResultBuffer, StepOptions};
-use crate::runtime::collectives::{self, Request, group_of_number, group_of_team};
+use crate::runtime::collectives::{self, Request, SmallCall, group_of_number, group_of_team};
 use crate::runtime::point_to_point;
 use crate::runtime::{self, CONTROL};
 use crate::transport::gpu;
@@ -452,14 +452,9 @@ unsafe fn start_collective(
         let device = device(call.device, call.stream, call.block_host);
         let timeout = Timeout::from_seconds(call.timeout);
         let waits_here = call.caller_blocks && device.is_none();
-        if waits_here && call.instance_id.is_empty() && counts == Counts::Even {
-            // SAFETY: the caller's promise.
-            let ended = unsafe { collectives::try_small(&group, request, &views, call.name, timeout) };
-            if let Some(result) = ended {
-                return guard.finish(result.map(|()| SharedPtr::null()));
-            }
-        }
-        let options = CallOptions {
+        let small =
+            (call.instance_id.is_empty() && counts == Counts::Even).then_some(SmallCall { name: call.name, timeout });
+        let options = || CallOptions {
             name: call.name.to_owned(),
             instance_id: call.instance_id.to_owned(),
             tensor_names: call.tensor_names.to_owned(),
@@ -470,9 +465,10 @@ unsafe fn start_collective(
         };
         if waits_here {
             // SAFETY: the caller's promise.
-            let result = unsafe { collectives::run(&group, request, &views, options) };
+            let result = unsafe { collectives::run(&group, request, &views, small, || Ok(options())) };
             return guard.finish(result.map(|()| SharedPtr::null()));
         }
+        let options = options();
         let tensors = views.iter().map(|view| view.to_tensor()).collect();
         let done = Box::new(move |result: Result<()>| guard.finish(result.map(|()| SharedPtr::null())));
         // SAFETY: the caller's promise.

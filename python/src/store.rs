@@ -186,7 +186,10 @@ unsafe extern "C" fn get(
         let remaining = until.saturating_duration_since(Instant::now());
         if code != ffi::DL_COMM_STORE_NOT_YET.cast_signed() || remaining.is_zero() {
             let ended = code != ffi::DL_COMM_STORE_NOT_YET.cast_signed();
-            WAIT.set(if ended { (0, Duration::ZERO) } else { (hash, delay) });
+            // A look at another key does not end the wait for one.
+            if timeout > 0.0 {
+                WAIT.set(if ended { (0, Duration::ZERO) } else { (hash, delay) });
+            }
             return code;
         }
         thread::sleep(delay.min(remaining));

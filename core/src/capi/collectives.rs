@@ -12,7 +12,7 @@ use super::functions::{free, status};
 use super::groups::CGroup;
 use crate::error::{Error, Result};
 use crate::group::{CallHandle, CallOptions, OnComplete};
-use crate::runtime::collectives::{self, Request};
+use crate::runtime::collectives::{self, Request, SmallCall};
 use crate::runtime::point_to_point::Transfer;
 
 /// `dl_comm_work_t` of `dl_comm.h`.
@@ -140,13 +140,10 @@ pub unsafe extern "C" fn dl_comm_run(group: *const CGroup, call: *const CCall) -
         let request = call.request()?;
         let mut list = Views::new();
         views(call.buffers, call.count, &mut list)?;
-        if call.send_counts.is_null() && call.receive_counts.is_null() && call.device.is_null() {
-            let ended = collectives::try_small(group, request, &list, &text(call.name), to_timeout(call.timeout));
-            if let Some(result) = ended {
-                return result;
-            }
-        }
-        collectives::run(group, request, &list, call.options(request, group.call_config().ranks)?)
+        let is_plain = call.send_counts.is_null() && call.receive_counts.is_null() && to_device(call.device).is_none();
+        let (name, timeout) = (text(call.name), to_timeout(call.timeout));
+        let small = is_plain.then_some(SmallCall { name: &name, timeout });
+        collectives::run(group, request, &list, small, || call.options(request, group.call_config().ranks))
     })
 }
 

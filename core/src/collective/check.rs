@@ -103,8 +103,8 @@ pub(super) fn check_memory(op: Op, buffer: &Buffer, counts: &Counts, config: &Ca
     buffer.check_destination_of(written)
 }
 
-/// Whether a tensor, alone in a call with even blocks, passes [`check_memory`] and [`check_overlap`]; false if they must
-/// tell. Its length was valid before. Quick, for small calls.
+/// A quick check for small calls: if true, a tensor that is alone in a call with even blocks passes [`check_memory`] and
+/// [`check_overlap`]. If false, ask these. The length must have been checked before.
 #[inline]
 pub(super) fn is_plain(op: Op, buffer: &Buffer, config: &CallConfig) -> bool {
     let is_line = op.pattern() == Pattern::Line;

@@ -106,6 +106,7 @@ fn by_rank<T: DeserializeOwned + Clone>(values: &Values, ranks: usize) -> Option
 
 /// The values of all hosts. In round k a host sends what it has to the host 2^k after it, and receives from the one 2^k
 /// before it: after log2(`hosts`) rounds, rounded up, it has everything (dissemination; Hensgen, Finkel and Manber, 1988).
+/// A passed deadline names the host that this one waits for, which may itself wait for another.
 fn exchange(
     mut values: Values,
     link: &mut dyn HostLink,

@@ -1,4 +1,4 @@
-//! Fast path for small blocking allreduces on one host: completes inline when all ranks arrive together.
+//! Fast path for small blocking calls on one host: completes inline when all ranks arrive together.
 //!
 //! The first call of its kind takes the normal path and is cached in the executor. A later call like it rebinds the
 //! cached call to its memory and posts its input. If all ranks have posted within a short spin, it completes without

@@ -14,7 +14,7 @@ use crate::transport::mailbox::Mailbox;
 use crate::transport::mailbox::ring::{CELL_BYTES, Envelope, LONG_SLOTS, LongEnvelope, LongState};
 use crate::transport::mailbox::staging::PartInfo;
 
-/// Up to this size one copy by the receiver is faster than two that overlap: the second core has other work then.
+/// Longer messages always go through the staging area: there both ranks copy at the same time.
 const ONE_COPY_BYTES: usize = 4 << 20;
 
 /// A send that has not ended.

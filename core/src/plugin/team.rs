@@ -50,14 +50,14 @@ impl Team {
         &self.group
     }
 
-    /// Submits `op`, which the schedule does not count.
+    /// Submits an allreduce (mean) that the schedule does not count.
     ///
     /// # Safety
     /// As for [`Group::submit`].
-    pub unsafe fn submit(&self, op: Op, towers: Vec<Vec<Tensor>>, options: StepOptions) {
+    pub unsafe fn average(&self, towers: Vec<Vec<Tensor>>, options: StepOptions) {
         let StepOptions { call, done, .. } = options;
         // SAFETY: guaranteed by the caller.
-        unsafe { self.group.submit(op, towers, call, Box::new(|result| done(result.map(|()| None)))) }
+        unsafe { self.group.submit(Op::MEAN, towers, call, Box::new(|result| done(result.map(|()| None)))) }
     }
 
     /// Starts the mean of `towers` over the ranks, according to the team's schedule; `schedule.rs` defines the

@@ -26,7 +26,7 @@ pub fn average(id: i32, options: StepOptions, towers: impl FnOnce() -> Result<Ve
         // SAFETY: the contracts of the bindings: dl_comm.h, completion.h.
         Ok((team, towers)) if id != CONTROL => unsafe { team.gradients(towers, options) },
         // SAFETY: as above.
-        Ok((team, towers)) => unsafe { team.submit(Op::MEAN, towers, options) },
+        Ok((team, towers)) => unsafe { team.average(towers, options) },
         Err(error) => options.fail(error),
     }
 }

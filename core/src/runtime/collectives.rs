@@ -130,36 +130,37 @@ pub unsafe fn submit(
     }
 }
 
-/// Runs a call on host memory with even blocks to its end, if the fast path of small calls applies; `None`, and no
-/// effect, if not.
-///
-/// # Safety
-/// As for [`Group::submit`].
-pub unsafe fn try_small(
-    group: &Group,
-    request: Request,
-    views: &[View<'_>],
-    name: &str,
-    timeout: Timeout,
-) -> Option<Result<()>> {
-    if let Err(error) = check_fork() {
-        return Some(Err(error));
-    }
-    let Request::Collective(op) = request else { return None };
-    // SAFETY: the caller's promise.
-    unsafe { group.try_small(op, name, views, timeout) }.map(|(result, _)| result)
+/// A call that the fast path of small calls can take: on host memory, with even blocks and without an instance.
+#[derive(Debug, Clone, Copy)]
+pub struct SmallCall<'a> {
+    /// As in [`CallOptions`].
+    pub name: &'a str,
+    /// As in [`CallOptions`].
+    pub timeout: Timeout,
 }
 
-/// Runs a call to its end. [`try_small`] is faster where it applies.
+/// Runs a call to its end, by the fast path if it is `small`. Otherwise `options` makes its options.
 ///
 /// # Errors
-/// Those of the call.
+/// Those of the call, and of `options`.
 ///
 /// # Safety
 /// As for [`Group::submit`].
-pub unsafe fn run(group: &Arc<Group>, request: Request, views: &[View<'_>], mut options: CallOptions) -> Result<()> {
+pub unsafe fn run(
+    group: &Arc<Group>,
+    request: Request,
+    views: &[View<'_>],
+    small: Option<SmallCall<'_>>,
+    options: impl FnOnce() -> Result<CallOptions>,
+) -> Result<()> {
     check_fork()?;
-    options.caller_blocks = true;
+    if let (Some(SmallCall { name, timeout }), Request::Collective(op)) = (small, request) {
+        // SAFETY: the caller's promise.
+        if let Some((result, _)) = unsafe { group.try_small(op, name, views, timeout) } {
+            return result;
+        }
+    }
+    let options = CallOptions { caller_blocks: true, ..options()? };
     // The collectives of an Adasum are started one by the other, not by this thread.
     let _blocked = (request == Request::Adasum).then(blocked);
     let tensors = views.iter().map(|view| view.to_tensor()).collect();
@@ -167,7 +168,7 @@ pub unsafe fn run(group: &Arc<Group>, request: Request, views: &[View<'_>], mut 
     wait_for_result(interrupt, |done| unsafe { submit(group, request, tensors, options, done) })
 }
 
-/// Runs a collective in the group of all ranks that no schedule counts, to its end.
+/// Runs a collective to its end in the group of all ranks that has no schedule.
 ///
 /// # Errors
 /// Those of the call; if the process may not make calls.
@@ -175,16 +176,10 @@ pub unsafe fn run(group: &Arc<Group>, request: Request, views: &[View<'_>], mut 
 /// # Safety
 /// As for [`Group::submit`].
 pub unsafe fn run_on_all(op: Op, views: &[View<'_>], options: CallOptions) -> Result<()> {
-    let (group, request) = (group_of_team(CONTROL)?, Request::Collective(op));
-    if options.device.is_none() {
-        // SAFETY: the caller's promise.
-        let ended = unsafe { try_small(&group, request, views, &options.name, options.timeout) };
-        if let Some(result) = ended {
-            return result;
-        }
-    }
-    // SAFETY: as above.
-    unsafe { run(&group, request, views, options) }
+    let (group, name, timeout) = (group_of_team(CONTROL)?, options.name.clone(), options.timeout);
+    let small = options.device.is_none().then_some(SmallCall { name: &name, timeout });
+    // SAFETY: the caller's promise.
+    unsafe { run(&group, Request::Collective(op), views, small, || Ok(options)) }
 }
 
 /// Broadcasts the first tower of rank `root` to all towers of all ranks, and waits.
@@ -195,7 +190,7 @@ pub unsafe fn run_on_all(op: Op, views: &[View<'_>], options: CallOptions) -> Re
 /// # Safety
 /// As for [`Group::submit`].
 pub unsafe fn broadcast_towers(root: i32, towers: Vec<Vec<Tensor>>, device: Option<Device>) -> Result<()> {
-    let (group, op) = (group_of_team(CONTROL)?, broadcast_from(root)?);
+    let (op, group) = (broadcast_from(root)?, group_of_team(CONTROL)?);
     let options = CallOptions { caller_blocks: true, device, ..CallOptions::default() };
     // SAFETY: the caller's promise.
     wait_for_result(interrupt, |done| unsafe { group.submit(op, towers, options, done) })
@@ -259,9 +254,10 @@ pub fn join(group: Option<&Arc<Group>>, timeout: Timeout) -> Result<usize> {
     let mut position = group::position(rank, ended.iter().map(Join::contributions).sum());
     let buffer = Buffer::in_place((&raw mut position).cast(), 1, DType::I64);
     let view = View { buffer, shape: &[] };
-    let options = CallOptions { name: "join: the last rank".into(), timeout, ..CallOptions::default() };
+    let (name, op) = ("join: the last rank", Op::allreduce(ReduceOp::Max));
+    let options = || Ok(CallOptions { name: name.into(), timeout, ..CallOptions::default() });
     // SAFETY: the number is used by nobody else.
-    unsafe { run(&control, Request::Collective(Op::allreduce(ReduceOp::Max)), &[view], options) }?;
+    unsafe { run(&control, Request::Collective(op), &[view], Some(SmallCall { name, timeout }), options) }?;
     Ok(group::last(position))
 }
 

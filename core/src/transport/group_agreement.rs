@@ -2,24 +2,25 @@
 //!
 //! Each member stores a record. The first member on a host combines the records of its host with those of the hosts
 //! below it in a binomial tree over the hosts. So the first member of the group gets one record for all. It decides, and
-//! stores the decision; the first member on each host passes it on with what only its host needs. No member reads more
+//! stores the decision; the first member on each host passes it on with what only its host needs. No member waits for more
 //! records than its host has members and the tree has levels, and a record does not grow with the number of members.
 //!
 //! Thread rule: any thread.
 
-use std::time::Duration;
+use std::cell::Cell;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::bootstrap::shortened;
-use super::store::{Store, missing};
+use super::store::{LOOK, Store, missing};
 use super::wait_context::{WaitContext, with_limits};
 use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
 use crate::topology::Topology;
 
-/// Time for a look at the decision while a member waits for something else.
-const LOOK: Duration = Duration::from_secs(1);
+/// How often a member that waits for something else looks for a decision that ends the wait.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// What a member has for the others; combined, what they have for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -98,6 +99,9 @@ fn children(host: usize, hosts: usize) -> impl Iterator<Item = usize> {
         .take_while(move |&child| child < hosts)
 }
 
+/// What some members propose, and the share of this host if all its members have one.
+type Gathered = (Proposals, Option<Share>);
+
 /// One agreement of the members of a group, as seen by one of them.
 pub(super) struct Agreement<'a> {
     pub store: &'a dyn Store,
@@ -107,6 +111,8 @@ pub(super) struct Agreement<'a> {
     pub topology: &'a Topology,
     /// Names a member in messages.
     pub name: &'a dyn Fn(usize) -> String,
+    /// When this member has last looked for an early decision.
+    pub looked: Cell<Instant>,
 }
 
 impl Agreement<'_> {
@@ -118,8 +124,13 @@ impl Agreement<'_> {
         format!("{}/decision", self.prefix)
     }
 
-    /// The error on which the first member has decided, if it has.
+    /// The error on which the first member has decided, if it has and if it is time to look for one: a member that waits
+    /// asks this often, and the store may have many members.
     pub fn decided_error(&self) -> Option<Error> {
+        if self.topology.hosts() == 1 || self.looked.get().elapsed() < LOOK_EVERY {
+            return None;
+        }
+        self.looked.set(Instant::now());
         let bytes = with_limits("", Some(LOOK), None, &|| None, |ctx| self.store.try_get(&self.decision_key(), ctx));
         let decision: Stored<usize> = decode(&bytes.ok()??).ok()?;
         restored(decision).err()
@@ -128,7 +139,8 @@ impl Agreement<'_> {
     /// Combines the outcomes of all members, if they are `Ok` and the shapes are equal. Collective over the members.
     ///
     /// # Errors
-    /// Those of [`Proposals::verdict`], equal on all members; those of the store, which name the missing members.
+    /// Those of [`Proposals::verdict`], equal on all members; those of the store, which name the missing members. An error
+    /// that one member's wait had is told to the others with its name.
     pub fn agree(&self, shape: &str, outcome: Result<Share>, wait_ctx: &WaitContext<'_>) -> Result<Share> {
         let (store, topology, me) = (self.store, self.topology, self.topology.rank());
         if topology.size() == 1 {
@@ -136,69 +148,67 @@ impl Agreement<'_> {
         }
         let outcome = stored(outcome);
         store.set(&self.key("member", me), &encode(&(shape, &outcome))?, wait_ctx)?;
-        let result = match topology.local_rank() {
+        let share = match topology.local_rank() {
             0 => self.lead(shape, outcome, wait_ctx),
             _ => self.wait_for("result", topology.host(), wait_ctx).and_then(restored),
-        };
-        if result.is_ok() {
-            store.delete(&self.key("member", me), wait_ctx)?;
-            if topology.local_rank() != 0 {
-                self.end_reading(&self.key("result", topology.host()), topology.local_size() - 1, wait_ctx)?;
-            }
-        }
-        result
+        }?;
+        // All have agreed: what goes wrong from here on must not look like a failure to this member only.
+        let _removed = self.remove_read(wait_ctx);
+        Ok(share)
     }
 
-    /// The part of the first member on a host.
+    /// Removes the keys that nobody reads after this member.
+    fn remove_read(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let (store, topology, host) = (self.store, self.topology, self.topology.host());
+        store.delete(&self.key("member", topology.rank()), wait_ctx)?;
+        if topology.local_rank() != 0 {
+            return self.end_reading(&self.key("result", host), topology.local_size() - 1, wait_ctx);
+        }
+        children(host, topology.hosts()).try_for_each(|child| store.delete(&self.key("host", child), wait_ctx))?;
+        if host == 0 { Ok(()) } else { self.end_reading(&self.decision_key(), topology.hosts() - 1, wait_ctx) }
+    }
+
+    /// The part of the first member on a host: the share that it passes on to the others.
     fn lead(&self, shape: &str, outcome: Stored<Share>, wait_ctx: &WaitContext<'_>) -> Result<Share> {
-        let (store, topology, host) = (self.store, self.topology, self.topology.host());
-        let result = self.decide(shape, outcome, wait_ctx);
+        let (topology, host) = (self.topology, self.topology.host());
+        let gathered = self.gather(shape, outcome, wait_ctx);
+        let result = match host {
+            0 => self.decide(gathered, wait_ctx),
+            _ => self.report(shape, gathered, wait_ctx),
+        };
         if topology.local_size() > 1 {
-            store.set(&self.key("result", host), &encode(&stored(result.clone()))?, wait_ctx)?;
-        }
-        if result.is_ok() {
-            children(host, topology.hosts()).try_for_each(|child| store.delete(&self.key("host", child), wait_ctx))?;
-            if host != 0 {
-                self.end_reading(&self.decision_key(), topology.hosts() - 1, wait_ctx)?;
-            }
+            self.store.set(&self.key("result", host), &encode(&stored(result.clone()))?, wait_ctx)?;
         }
         result
     }
 
-    fn decide(&self, shape: &str, outcome: Stored<Share>, wait_ctx: &WaitContext<'_>) -> Result<Share> {
-        let (store, topology, host) = (self.store, self.topology, self.topology.host());
-        let gathered = self.gather(shape, outcome, wait_ctx);
-        let decision: Stored<usize> = if host == 0 {
-            let decide = |(proposals, share): (Proposals, Option<Share>)| {
-                proposals.verdict(Some(self.name))?;
-                Ok(share.map_or(0, |share| share.first_link))
-            };
-            let decision = stored(gathered.clone().and_then(decide));
-            if topology.hosts() > 1 {
-                store.set(&self.decision_key(), &encode(&decision)?, wait_ctx)?;
-            }
-            decision
-        } else {
-            let proposals = match &gathered {
-                Ok((proposals, _)) => proposals.clone(),
-                Err(error) => Proposals::new::<()>(topology.rank(), shape, &stored(Err(error.clone()))),
-            };
-            store.set(&self.key("host", host), &encode(&proposals)?, wait_ctx)?;
-            let (_, share) = gathered?;
-            let decision = store.wait_for(&self.decision_key(), wait_ctx, &|| self.missing())?;
-            let decision: Stored<usize> = decode(&decision)?;
-            return share_with(share, restored(decision)?);
-        };
-        share_with(gathered?.1, restored(decision)?)
+    /// The part of the first member of the group: decides for all.
+    fn decide(&self, gathered: Result<Gathered>, wait_ctx: &WaitContext<'_>) -> Result<Share> {
+        let result = gathered.and_then(|(proposals, share)| {
+            proposals.verdict(Some(self.name))?;
+            share.ok_or_else(without_share)
+        });
+        if self.topology.hosts() > 1 {
+            let decision = stored(result.clone().map(|share| share.first_link));
+            self.store.set(&self.decision_key(), &encode(&decision)?, wait_ctx)?;
+        }
+        result
+    }
+
+    /// The part of the first member on another host: passes on what was gathered, and waits for the decision.
+    fn report(&self, shape: &str, gathered: Result<Gathered>, wait_ctx: &WaitContext<'_>) -> Result<Share> {
+        let (store, topology) = (self.store, self.topology);
+        let failed = |error: &Error| Proposals::new::<()>(topology.rank(), shape, &stored(Err(error.clone())));
+        let proposals = gathered.as_ref().map_or_else(failed, |(proposals, _)| proposals.clone());
+        store.set(&self.key("host", topology.host()), &encode(&proposals)?, wait_ctx)?;
+        let (_, share) = gathered?;
+        let decision: Stored<usize> = decode(&store.wait_for(&self.decision_key(), wait_ctx, &|| self.missing())?)?;
+        let first_link = restored(decision)?;
+        share.map(|share| Share { first_link, ..share }).ok_or_else(without_share)
     }
 
     /// Combines the records of this host and of those below it. The share is that of this host, if all its members have one.
-    fn gather(
-        &self,
-        shape: &str,
-        outcome: Stored<Share>,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<(Proposals, Option<Share>)> {
+    fn gather(&self, shape: &str, outcome: Stored<Share>, wait_ctx: &WaitContext<'_>) -> Result<Gathered> {
         let topology = self.topology;
         let mut all = Proposals::new(topology.rank(), shape, &outcome);
         let mut share = outcome.ok();
@@ -223,19 +233,18 @@ impl Agreement<'_> {
         missing(self.store, self.topology.size(), |member| self.key("member", member), self.name)
     }
 
-    /// The last of `readers` readers removes `key`. A store that is gone needs no cleaning.
+    /// The last of `readers` readers removes `key`.
     fn end_reading(&self, key: &str, readers: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let count = format!("{key}/readers");
         if usize::try_from(self.store.add(&count, 1, wait_ctx)?) == Ok(readers) {
-            let _removed = self.store.delete(key, wait_ctx).and_then(|()| self.store.delete(&count, wait_ctx));
+            self.store.delete(key, wait_ctx).and_then(|()| self.store.delete(&count, wait_ctx))?;
         }
         Ok(())
     }
 }
 
-fn share_with(share: Option<Share>, first_link: usize) -> Result<Share> {
-    let share = share.ok_or_else(|| Error::Internal("members agree without a share of their host".into()))?;
-    Ok(Share { first_link, ..share })
+fn without_share() -> Error {
+    Error::Internal("members agree without a share of their host".into())
 }
 
 #[cfg(test)]
@@ -293,7 +302,13 @@ mod tests {
             let topology = Topology::new(rank, hosts);
             let store = Counted(&memory, AtomicUsize::new(0));
             let name = |rank: usize| format!("rank {rank}");
-            let agreement = Agreement { store: &store, prefix: "g".into(), topology: &topology, name: &name };
+            let agreement = Agreement {
+                store: &store,
+                prefix: "g".into(),
+                topology: &topology,
+                name: &name,
+                looked: Cell::new(Instant::now()),
+            };
             let lost = || agreement.decided_error();
             // Without the decision others would wait much longer than rank 0.
             let timeout = Duration::from_millis(if rank == 0 { 2_000 } else { 60_000 });

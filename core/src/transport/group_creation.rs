@@ -4,8 +4,9 @@
 //! members take part.
 //! Thread rule: any thread; groups of all ranks one at a time, in the same order on all ranks.
 
+use std::cell::Cell;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::arena::PeerMemory;
 use super::flag::max_spins;
@@ -73,7 +74,8 @@ impl Job {
                 });
                 let name = |member: usize| self.ranks.names[members.to_world(member)].clone();
                 let prefix = format!("group/{:016x}", key.hash());
-                let agreement = Agreement { store: &*self.store, prefix, topology: &topology, name: &name };
+                let looked = Cell::new(Instant::now());
+                let agreement = Agreement { store: &*self.store, prefix, topology: &topology, name: &name, looked };
                 let failed = || self.lost_member(members, &what).or_else(|| agreement.decided_error());
                 with_limits(&what, timeout, self.ranks.config.stall_warn, &failed, |wait_ctx| {
                     let agree = |shape: &str, outcome: Result<Share>| agreement.agree(shape, outcome, wait_ctx);

@@ -119,9 +119,10 @@ pub fn check_write(to: *mut u8, len: usize) {
 
 fn each_line(start: usize, len: usize, record: impl Fn(&UnsafeCell<()>)) {
     TRACKED.with_borrow(|tracked| {
-        let holds =
-            |memory: &&Tracked| (memory.start..memory.start + memory.lines.len() * ALIGN).contains(&start) && len > 0;
-        if let Some(memory) = tracked.iter().find(holds) {
+        let overlaps =
+            |memory: &&Tracked| start < memory.start + memory.lines.len() * ALIGN && memory.start < start + len;
+        if let Some(memory) = tracked.iter().find(overlaps) {
+            // An access that begins before tracked memory, or ends after it, panics here.
             let offset = start - memory.start;
             memory.lines[offset / ALIGN..(offset + len).div_ceil(ALIGN)].iter().for_each(record);
         }

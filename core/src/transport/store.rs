@@ -14,7 +14,7 @@ use crate::lock::lock;
 pub const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Time for a look into the store for a message about a failure.
-const LOOK: Duration = Duration::from_secs(1);
+pub(super) const LOOK: Duration = Duration::from_secs(1);
 
 /// A key-value store that all ranks of a job can use.
 /// Thread rule: any thread; a wait for a key does not block other calls.

@@ -72,19 +72,19 @@ const MIN_FAST_BYTES: usize = 32 << 10;
 const TRIAL_BYTES: usize = 128 << 10;
 const TRIALS: usize = 16;
 
-/// Whether one copy by the system out of this memory of this process is about as fast as two copies that overlap, one by
-/// each process: in huge pages, or if the system is quick with small ones.
+/// Whether receivers get a message out of this memory of this process sooner by one copy of the system than by the staging
+/// area, where each process copies and the copies overlap: in huge pages, or if the system is quick with small ones.
 pub fn is_fast(range: Range<usize>) -> bool {
     range.len() >= MIN_FAST_BYTES
         && (small_pages_are_fast() || pages::is_huge(std::ptr::without_provenance(range.start + range.len() / 2)))
 }
 
-/// Measures that once.
+/// Whether a copy by the system out of small pages takes at most a quarter longer than a plain copy, as the staging area
+/// does. Measured once in a process: that takes some milliseconds.
 fn small_pages_are_fast() -> bool {
     static FAST: OnceLock<bool> = OnceLock::new();
     *FAST.get_or_init(|| {
         let Some((system, plain)) = copy_times() else { return false };
-        // The staging area costs a quarter more than one plain copy: the first part is not overlapped.
         system <= plain * 5 / 4
     })
 }
