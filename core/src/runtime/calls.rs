@@ -7,16 +7,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::collectives::run_on_all;
-use super::state::{CONTROL, check_fork, started, team, topology};
+use super::state::{CONTROL, check_fork, team, topology};
+use super::waits::interrupt;
 use crate::buffer::{Buffer, Tensor, View};
 use crate::collective::Op;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Result, guard};
-use crate::group::{self, BlockedCaller, CallOptions, Timeout};
+use crate::group::{self, CallOptions, Timeout};
 use crate::log::log_line;
 use crate::plugin::{ResultBuffer, StagingBuffer, StepOptions, Team};
-use crate::signals;
 
 /// Starts an allreduce (mean) of several replicas of a list of tensors on team `id`, by the team's schedule. `towers`
 /// makes the lists; its errors reach `options` too.
@@ -114,27 +114,6 @@ pub unsafe fn average_on(device: Device, id: i32, name: &str, timeout: Timeout, 
 /// Calls `start` with new options and waits for the result.
 fn wait(name: &str, start: impl FnOnce(StepOptions)) -> Result<()> {
     wait_for_result(name, start).map(drop)
-}
-
-/// Fails the groups with pending calls of this process: a signal has interrupted the caller.
-pub(super) fn interrupt() {
-    // Without a session there are no calls.
-    let _ended = started(|runtime| {
-        runtime.process_groups.interrupt();
-        Ok(())
-    });
-}
-
-/// A guard for a thread that waits, outside of the core, for a call that it has started; `None` without a session.
-pub fn blocked() -> Option<BlockedCaller> {
-    started(|runtime| Ok(runtime.process_groups.blocked())).ok()
-}
-
-/// Checks for signals in such a wait. If one should end the wait, the pending calls soon end with an error.
-pub fn look_for_signals() {
-    if signals::interrupted() {
-        interrupt();
-    }
 }
 
 fn wait_for_result(name: &str, start: impl FnOnce(StepOptions)) -> Result<Option<Arc<dyn ResultBuffer>>> {

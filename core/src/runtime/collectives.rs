@@ -3,9 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::calls::{blocked, interrupt};
-use super::lifecycle::process_name;
-use super::state::{CONTROL, check_fork, started, team, topology};
+use super::state::{CONTROL, check_fork, process_name, started, team, topology};
+use super::waits::{blocked, interrupt};
 use crate::buffer::{Buffer, Tensor, View};
 use crate::collective::{Counts, Op};
 use crate::device::Device;

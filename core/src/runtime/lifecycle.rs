@@ -5,12 +5,11 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
-use std::process;
 use std::sync::{Arc, Once, PoisonError, Weak};
 
 use super::group_creation::make_team;
 use super::state::{
-    CONTROL, Runtime, RuntimeState, STATE, check_fork, config, finalized, is_initialized, read, topology, write,
+    CONTROL, Runtime, RuntimeState, STATE, check_fork, config, finalized, is_initialized, process_name, read, write,
 };
 use super::turn::Turn;
 use super::{calls, memory, point_to_point};
@@ -224,11 +223,6 @@ pub fn finalize() -> Result<()> {
 pub fn abort(why: &str) -> Result<()> {
     let why = why.lines().next().map_or_else(String::new, |line| format!(": {line}"));
     end(Some(Error::PeerLost(format!("the program failed on {}{why}", process_name()))))
-}
-
-pub(super) fn process_name() -> String {
-    let rank = topology().map_or(0, |topology| topology.rank());
-    format!("rank {rank} (pid {})", process::id())
 }
 
 /// Prints the plugin's line about the waited time, and a warning about means that no call has returned.

@@ -12,10 +12,9 @@ pub mod point_to_point;
 mod state;
 mod teams;
 mod turn;
+mod waits;
 
-pub use calls::{
-    average, average_and_wait, average_list, average_on, blocked, buffers_match, look_for_signals, may_return_early,
-};
+pub use calls::{average, average_and_wait, average_list, average_on, buffers_match, may_return_early};
 pub use collectives::{barrier, group_of_team};
 pub use group_creation::{GroupOptions, create_group};
 pub use introspect::{ProcessInfo, dump, overview, start_timeline, stats, stop_timeline};
@@ -25,3 +24,4 @@ pub use state::{CONTROL, MAX_TEAMS, config, core_id, is_helper, is_initialized, 
 pub use teams::{
     add_waited, config_team, create_team, discard_carried, ensure_team, init_teams, release, set_timeout, waited,
 };
+pub use waits::{blocked, look_for_signals};

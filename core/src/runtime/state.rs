@@ -127,6 +127,12 @@ pub fn topology() -> Result<Arc<Topology>> {
     })
 }
 
+/// This process in messages.
+pub(super) fn process_name() -> String {
+    let rank = topology().map_or(0, |topology| topology.rank());
+    format!("rank {rank} (pid {})", std::process::id())
+}
+
 pub(super) fn find_team(id: i32) -> Result<Option<Arc<Team>>> {
     started(|runtime| Ok(runtime.teams.get(&id).cloned()))
 }

@@ -1,0 +1,28 @@
+//! What a thread that waits for a call needs: deadlock detection knows that it is blocked, and signals end its wait.
+//!
+//! Thread rule: any thread.
+
+use super::state::started;
+use crate::group::BlockedCaller;
+use crate::signals;
+
+/// Fails the groups with pending calls of this process: a signal has interrupted the caller.
+pub(super) fn interrupt() {
+    // Without a session there are no calls.
+    let _ended = started(|runtime| {
+        runtime.process_groups.interrupt();
+        Ok(())
+    });
+}
+
+/// A guard for a thread that waits, outside of the core, for a call that it has started; `None` without a session.
+pub fn blocked() -> Option<BlockedCaller> {
+    started(|runtime| Ok(runtime.process_groups.blocked())).ok()
+}
+
+/// Checks for signals in such a wait. If one should end the wait, the pending calls soon end with an error.
+pub fn look_for_signals() {
+    if signals::interrupted() {
+        interrupt();
+    }
+}
