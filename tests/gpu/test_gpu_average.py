@@ -15,7 +15,7 @@ from dl_comm.torch import _ops
 from job import Job
 from values import DTYPES, FLOATS, INTEGERS, assert_mean, of_rank, same_bits, special
 
-# One-shot up to this many bytes, two-shot beyond (core/src/collective/device/direct.rs).
+# One-shot up to this many bytes, two-shot beyond (core/src/collective/device/ipc.rs).
 SHOT = 256 << 10
 
 

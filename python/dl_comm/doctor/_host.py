@@ -31,7 +31,7 @@ def check(described: dict[str, Any], local_ranks: int) -> list[Check]:
 
 def segments_bytes(settings: dict[str, Any], local_ranks: int) -> int:
     """The shared memory that a job needs on a host: the control team and one team with the default threads."""
-    # Two slots for each thread and rank, and the flags (core/src/transport/node.rs).
+    # Two slots for each thread and rank (eight between hosts), and the flags (core/src/transport/region_layout.rs).
     per_rank = int(settings.get("DL_COMM_DEFAULT_NTHREADS", 2)) * 2 * (int(settings.get("DL_COMM_CHUNK_KB", 512)) << 10)
     return 2 * (max(local_ranks, 2) * per_rank + (64 << 10))
 
