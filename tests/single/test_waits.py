@@ -319,7 +319,7 @@ if "torch" in {call!r}:
     import torch
     import dl_comm.torch as cdl
 mc.init()
-mc.barrier()
+{call}  # a repeated call may take a shorter path
 if mc.get_rank() == 0:
     threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 else:

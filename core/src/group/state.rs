@@ -75,6 +75,11 @@ impl GroupState {
         Some(error)
     }
 
+    /// Whether the group has ended, here or on another rank of the host. Quick.
+    pub fn has_failed(&self) -> bool {
+        self.failure.get().is_some() || self.region.control().has_failed()
+    }
+
     /// As [`GroupState::failure`], but without calling `on_failure` for a failure of another rank. For dumps, which
     /// `on_failure` writes.
     pub fn known_failure(&self) -> Option<Error> {

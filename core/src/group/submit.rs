@@ -84,7 +84,7 @@ impl Group {
         views: &[View<'_>],
         timeout: Timeout,
     ) -> Option<(Result<()>, Option<Duration>)> {
-        if timeline::is_on() || self.shared.failure.get().is_some() || signals::checking() {
+        if timeline::is_on() || self.shared.has_failed() || signals::checking() {
             return None;
         }
         self.shared.callers.record(true);

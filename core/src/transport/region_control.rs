@@ -163,6 +163,11 @@ impl RegionControl {
         Some(Error::from_code(block.code.load(Ordering::Relaxed), String::from_utf8_lossy(&bytes).into_owned()))
     }
 
+    /// Whether a rank of the host has reported a failure.
+    pub fn has_failed(&self) -> bool {
+        self.header().failure.state.load(Ordering::Acquire) == 2
+    }
+
     /// Reports to this host's ranks that local rank `local` takes part in no further round.
     pub fn set_departed(&self, local: usize) {
         for channel in 0..self.layout.channels {
