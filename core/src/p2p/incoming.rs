@@ -14,6 +14,9 @@ use crate::transport::mailbox::{Mailbox, process_memory};
 /// Bytes that are copied at a time under the lock.
 const COPY_BYTES: usize = 256 << 10;
 
+/// Up to this size one copy by the receiver is faster than two that overlap: the second core has other work then.
+const ONE_COPY_BYTES: usize = 4 << 20;
+
 /// A receive that has not ended.
 pub struct Receive {
     pub request: Arc<Request>,
@@ -110,7 +113,7 @@ impl IncomingFrom {
             0 => None,
             place => mailbox.memory().resolve(from, place - 1, status.bytes),
         };
-        let mut process = || mailbox.process(from).filter(|_| long.address != 0);
+        let mut process = || mailbox.process(from).filter(|_| long.address != 0 && status.bytes <= ONE_COPY_BYTES);
         let place = match shared {
             Some(place) => Place::Shared(place),
             None => process().map_or(Place::Parts, |pid| Place::Process(pid, long.address)),

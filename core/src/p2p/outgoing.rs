@@ -14,9 +14,6 @@ use crate::transport::mailbox::Mailbox;
 use crate::transport::mailbox::ring::{CELL_BYTES, Envelope, LONG_SLOTS, LongEnvelope, LongState};
 use crate::transport::mailbox::staging::PartInfo;
 
-/// Longer messages always go through the staging area: there both ranks copy at the same time.
-const ONE_COPY_BYTES: usize = 4 << 20;
-
 /// A send that has not ended.
 pub struct Send {
     pub request: Arc<Request>,
@@ -115,9 +112,6 @@ impl Outgoing {
             return Some(send);
         };
         let place = send.from.range().and_then(|range| mailbox.memory().offset_of(range));
-        let private = send.from.range().filter(|range| {
-            place.is_none() && send.from.len() <= ONE_COPY_BYTES && mailbox.memory().is_fast_private(range.clone())
-        });
         let ring = match mailbox.outbox(to) {
             Ok(outbox) => &mut outbox.ring,
             Err(error) => {
@@ -130,7 +124,7 @@ impl Outgoing {
         }
         self.last_id += 1;
         let place = place.map_or(0, |offset| offset + 1);
-        let address = private.map_or(0, |range| range.start as u64);
+        let address = send.from.range().map_or(0, |range| range.start as u64);
         let long = LongEnvelope { id: self.last_id, place, slot: slot as u64, address };
         ring.ring().set_long(slot, LongState::Announced);
         // SAFETY: there is room.

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::notice::{MAX_RANKS, MailboxHeader};
-use super::process_memory;
 use super::ring::Ring;
 use super::staging::Staging;
 use crate::error::{Error, Result};
@@ -31,9 +30,6 @@ pub trait MailboxMemory: Send + Sync {
     fn offset_of(&self, range: Range<usize>) -> Option<u64>;
     /// The address of `len` bytes at `offset` in the memory of `rank`; `None` if they are not there.
     fn resolve(&self, rank: usize, offset: u64, len: usize) -> Option<*mut u8>;
-    /// Whether receivers get a message out of this private memory of this process sooner by one copy of the system than
-    /// by the staging area.
-    fn is_fast_private(&self, range: Range<usize>) -> bool;
 }
 
 /// Where the mailboxes' part of an arena's header starts; the bytes before it and its end belong to groups.
@@ -86,9 +82,6 @@ impl MailboxMemory for ArenaMemory {
     }
     fn resolve(&self, rank: usize, offset: u64, len: usize) -> Option<*mut u8> {
         self.arenas.resolve(rank, offset, len)
-    }
-    fn is_fast_private(&self, range: Range<usize>) -> bool {
-        process_memory::is_fast(range)
     }
 }
 
@@ -162,8 +155,5 @@ impl MailboxMemory for HeapMemory {
     }
     fn resolve(&self, _rank: usize, offset: u64, _len: usize) -> Option<*mut u8> {
         usize::try_from(offset).ok().map(std::ptr::with_exposed_provenance_mut)
-    }
-    fn is_fast_private(&self, _range: Range<usize>) -> bool {
-        true
     }
 }

@@ -2,10 +2,10 @@
 //!
 //! For each ordered pair of ranks there is a [`ring`] of cells, made by the sender at its first message in its own
 //! shared memory. Its offset is in the sender's header ([`notice`]). A message of up to a cell is copied there, and the
-//! send is complete. A long message is announced in a cell. The receiver copies it from its place if that is shared
-//! memory, or private memory of the sender that the system copies fast ([`process_memory`]); else the sender sends it in
-//! parts through a [`staging`] area. The state of a long message is in the ring, so that either end can give up at any
-//! time without harm to the other.
+//! send is complete. A long message is announced in a cell; the receiver copies it from its place if that is shared
+//! memory, or from the sender's private memory ([`process_memory`]) up to a size, else the sender sends it in parts
+//! through a [`staging`] area. The state of a long message is in the ring, so
+//! that either end can give up at any time without harm to the other.
 //! Thread rule: a [`Mailbox`] is used by one thread at a time; [`Mailbox::header`] by any.
 
 mod line;

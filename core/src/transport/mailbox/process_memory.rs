@@ -6,14 +6,9 @@
 //! Thread rule: any thread.
 
 use std::io;
-use std::ops::Range;
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
-
-use memmap2::{Advice, MmapMut};
 
 use super::notice::MailboxHeader;
-use crate::pages;
 
 /// The word of this process.
 static WORD: OnceLock<Box<u64>> = OnceLock::new();
@@ -66,70 +61,10 @@ pub unsafe fn read(pid: i32, address: u64, to: *mut u8, len: usize) -> io::Resul
     Ok(())
 }
 
-/// In a shorter message the system's search for its pages takes longer than a second copy.
-const MIN_FAST_BYTES: usize = 32 << 10;
-/// Bytes that a trial copies at once, and in all: more than a second-level cache has.
-const TRIAL_BYTES: usize = 128 << 10;
-const TRIALS: usize = 16;
-
-/// Whether receivers get a message out of this memory of this process sooner by one copy of the system than by the staging
-/// area, where each process copies and the copies overlap: in huge pages, or if the system is quick with small ones.
-pub fn is_fast(range: Range<usize>) -> bool {
-    range.len() >= MIN_FAST_BYTES
-        && (small_pages_are_fast() || pages::is_huge(std::ptr::without_provenance(range.start + range.len() / 2)))
-}
-
-/// Whether a copy by the system out of small pages takes at most a quarter longer than a plain copy, as the staging area
-/// does. Measured once in a process: that takes some milliseconds.
-fn small_pages_are_fast() -> bool {
-    static FAST: OnceLock<bool> = OnceLock::new();
-    *FAST.get_or_init(|| {
-        let Some((system, plain)) = copy_times() else { return false };
-        system <= plain * 5 / 4
-    })
-}
-
-/// The medians of times to copy [`TRIAL_BYTES`] between small pages: by the system, and by this process. `None` if the
-/// system refuses that.
-fn copy_times() -> Option<(Duration, Duration)> {
-    let memory = || -> Option<MmapMut> {
-        let mut memory = MmapMut::map_anon(TRIAL_BYTES * TRIALS).ok()?;
-        // Systems without huge pages refuse this.
-        let _small = memory.advise(Advice::NoHugePage);
-        memory.fill(1);
-        Some(memory)
-    };
-    let (from, mut to) = (memory()?, memory()?);
-    let pid = i32::try_from(std::process::id()).ok()?;
-    let mut times = [Vec::new(), Vec::new()];
-    for (trial, (from, to)) in from.chunks_exact(TRIAL_BYTES).zip(to.chunks_exact_mut(TRIAL_BYTES)).enumerate() {
-        let since = Instant::now();
-        if trial % 2 == 0 {
-            // SAFETY: both have this length.
-            unsafe { read(pid, from.as_ptr().addr() as u64, to.as_mut_ptr(), TRIAL_BYTES) }.ok()?;
-        } else {
-            to.copy_from_slice(from);
-        }
-        times[trial % 2].push(since.elapsed());
-    }
-    let [system, plain] = times.map(|mut times| {
-        times.sort_unstable();
-        times[times.len() / 2]
-    });
-    Some((system, plain))
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use crate::transport::mailbox::memory::{HeapMemory, MailboxMemory};
-
-    #[test]
-    fn copies_are_timed_where_the_system_allows_them() {
-        let times = copy_times();
-        assert!(times.is_none_or(|(system, plain)| !system.is_zero() && !plain.is_zero()));
-        assert!(!is_fast(0..MIN_FAST_BYTES - 1));
-    }
 
     #[test]
     fn a_process_that_shows_itself_can_be_read() {

@@ -50,7 +50,7 @@ pub struct LongEnvelope {
     pub place: u64,
     /// The index of its [`LongState`] in the ring.
     pub slot: u64,
-    /// The address of the data in the sender's process; 0 if the receiver must not copy from there.
+    /// The address of the data in the sender's process; 0 if they are in several pieces.
     pub address: u64,
 }
 
