@@ -10,10 +10,11 @@ use super::arguments::{
 use super::store::{CStore, to_store};
 use crate::config::{RankSource, Rendezvous};
 use crate::error::{Error, Result, guard};
-use crate::group::{CallOptions, Timeout};
+use crate::group::Timeout;
 use crate::plugin::{Arguments, Cooldown};
 use crate::process_info::process_info;
-use crate::runtime::{self, collectives};
+use crate::runtime;
+use crate::runtime::collectives::{self, SmallCall};
 use crate::signals;
 use crate::stacks;
 use crate::transport::gpu;
@@ -437,9 +438,8 @@ pub unsafe extern "C" fn dl_comm_broadcast_on(
         unsafe {
             let mut list = Views::new();
             views(buffers, count, &mut list)?;
-            let (name, timeout) = (text(name).into_owned(), Timeout::from_seconds(timeout));
-            let options = CallOptions { name, timeout, device: to_device(device), ..CallOptions::default() };
-            collectives::run_on_all(collectives::broadcast_from(root)?, &list, options)
+            let call = SmallCall { name: &text(name), timeout: Timeout::from_seconds(timeout) };
+            collectives::run_on_all(collectives::broadcast_from(root)?, &list, call, to_device(device))
         }
     })
 }

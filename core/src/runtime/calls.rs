@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::collectives::run_on_all;
+use super::collectives::{SmallCall, run_on_all};
 use super::state::{CONTROL, check_fork, team, topology};
 use super::waits::interrupt;
 use crate::buffer::{Buffer, Tensor, View};
@@ -14,7 +14,7 @@ use crate::collective::Op;
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Result, guard};
-use crate::group::{self, CallOptions, Timeout};
+use crate::group::{self, Timeout};
 use crate::log::log_line;
 use crate::plugin::{ResultBuffer, StagingBuffer, StepOptions, Team};
 
@@ -156,9 +156,9 @@ pub unsafe fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
     let local: Vec<u64> = tensors.iter().map(hash).collect();
     let mut root_hashes = local.clone();
     let hashes = Buffer::in_place(root_hashes.as_mut_ptr().cast(), root_hashes.len(), DType::I64);
-    let options = || CallOptions { name: name.clone(), ..CallOptions::default() };
+    let call = SmallCall { name: &name, timeout: Timeout::GroupDefault };
     // SAFETY: this function owns the hashes.
-    unsafe { run_on_all(Op::broadcast(0), &[View { buffer: hashes, shape: &[] }], options()) }?;
+    unsafe { run_on_all(Op::broadcast(0), &[View { buffer: hashes, shape: &[] }], call, None) }?;
     let differing: Vec<usize> = (0..local.len()).filter(|&index| local[index] != root_hashes[index]).collect();
     if verbose {
         for &index in &differing {
@@ -168,6 +168,6 @@ pub unsafe fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
     let mut mismatch = [if differing.is_empty() { 0f64 } else { 1.0 }];
     let flag = Buffer::in_place(mismatch.as_mut_ptr().cast(), 1, DType::F64);
     // SAFETY: this function owns the flag.
-    unsafe { run_on_all(Op::MEAN, &[View { buffer: flag, shape: &[] }], options()) }?;
+    unsafe { run_on_all(Op::MEAN, &[View { buffer: flag, shape: &[] }], call, None) }?;
     Ok(mismatch[0] == 0.0)
 }

@@ -129,7 +129,8 @@ pub unsafe fn submit(
     }
 }
 
-/// A call that the fast path of small calls can take: on host memory, with even blocks and without an instance.
+/// What the fast path of small calls needs to know of a call. It takes calls on host memory with even blocks and without
+/// an instance.
 #[derive(Debug, Clone, Copy)]
 pub struct SmallCall<'a> {
     /// As in [`CallOptions`].
@@ -174,11 +175,11 @@ pub unsafe fn run(
 ///
 /// # Safety
 /// As for [`Group::submit`].
-pub unsafe fn run_on_all(op: Op, views: &[View<'_>], options: CallOptions) -> Result<()> {
-    let (group, name, timeout) = (group_of_team(CONTROL)?, options.name.clone(), options.timeout);
-    let small = options.device.is_none().then_some(SmallCall { name: &name, timeout });
+pub unsafe fn run_on_all(op: Op, views: &[View<'_>], call: SmallCall<'_>, device: Option<Device>) -> Result<()> {
+    let (group, SmallCall { name, timeout }) = (group_of_team(CONTROL)?, call);
+    let options = || Ok(CallOptions { name: name.to_owned(), timeout, device, ..CallOptions::default() });
     // SAFETY: the caller's promise.
-    unsafe { run(&group, Request::Collective(op), views, small, || Ok(options)) }
+    unsafe { run(&group, Request::Collective(op), views, device.is_none().then_some(call), options) }
 }
 
 /// Broadcasts the first tower of rank `root` to all towers of all ranks, and waits.
@@ -209,9 +210,8 @@ pub fn broadcast_from(root: i32) -> Result<Op> {
 /// # Errors
 /// As for [`run_on_all`].
 pub fn barrier(name: &str, timeout: Timeout) -> Result<()> {
-    let options = CallOptions { name: name.to_owned(), timeout, ..CallOptions::default() };
     // SAFETY: a barrier has no tensors.
-    unsafe { run_on_all(Op::BARRIER, &[], options) }
+    unsafe { run_on_all(Op::BARRIER, &[], SmallCall { name, timeout }, None) }
 }
 
 /// Waits for a call that another function has started, as [`CallHandle::wait`].

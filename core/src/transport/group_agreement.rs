@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::bootstrap::shortened;
-use super::store::{LOOK, Store, missing};
+use super::store::{LOOK, Store, end_reading, missing};
 use super::wait_context::{WaitContext, with_limits};
 use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
@@ -34,9 +34,9 @@ pub(super) struct Share {
 }
 
 /// An outcome that can be stored; the error is a code and a text.
-type Stored<T> = std::result::Result<T, (i32, String)>;
+pub(super) type Stored<T> = std::result::Result<T, (i32, String)>;
 
-fn stored<T>(outcome: Result<T>) -> Stored<T> {
+pub(super) fn stored<T>(outcome: Result<T>) -> Stored<T> {
     outcome.map_err(|error| (error.code(), shortened(error.detail())))
 }
 
@@ -93,10 +93,7 @@ impl Proposals {
 /// The hosts whose records `host` combines with its own: its children in a binomial tree over `hosts` hosts.
 fn children(host: usize, hosts: usize) -> impl Iterator<Item = usize> {
     let levels = if host == 0 { usize::BITS } else { host.trailing_zeros() };
-    (0..levels)
-        .map_while(|level| 1usize.checked_shl(level))
-        .map(move |step| host + step)
-        .take_while(move |&child| child < hosts)
+    (0..levels).map(move |level| host + (1 << level)).take_while(move |&child| child < hosts)
 }
 
 /// What some members propose, and the share of this host if all its members have one.
@@ -162,10 +159,10 @@ impl Agreement<'_> {
         let (store, topology, host) = (self.store, self.topology, self.topology.host());
         store.delete(&self.key("member", topology.rank()), wait_ctx)?;
         if topology.local_rank() != 0 {
-            return self.end_reading(&self.key("result", host), topology.local_size() - 1, wait_ctx);
+            return end_reading(store, &self.key("result", host), topology.local_size() - 1, wait_ctx);
         }
         children(host, topology.hosts()).try_for_each(|child| store.delete(&self.key("host", child), wait_ctx))?;
-        if host == 0 { Ok(()) } else { self.end_reading(&self.decision_key(), topology.hosts() - 1, wait_ctx) }
+        if host == 0 { Ok(()) } else { end_reading(store, &self.decision_key(), topology.hosts() - 1, wait_ctx) }
     }
 
     /// The part of the first member on a host: the share that it passes on to the others.
@@ -231,15 +228,6 @@ impl Agreement<'_> {
     /// Names the members that have not come.
     fn missing(&self) -> String {
         missing(self.store, self.topology.size(), |member| self.key("member", member), self.name)
-    }
-
-    /// The last of `readers` readers removes `key`.
-    fn end_reading(&self, key: &str, readers: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let count = format!("{key}/readers");
-        if usize::try_from(self.store.add(&count, 1, wait_ctx)?) == Ok(readers) {
-            self.store.delete(key, wait_ctx).and_then(|()| self.store.delete(&count, wait_ctx))?;
-        }
-        Ok(())
     }
 }
 

@@ -10,8 +10,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::bootstrap::{Bootstrap, Members, encode_record, gather_records, shortened};
-use super::group_agreement::Proposals;
+use super::bootstrap::{Bootstrap, Members, encode_record, gather_records};
+use super::group_agreement::{Proposals, Stored, stored};
 use super::process::ProcessLiveness;
 use super::rank_info::{RankInfo, exchange_rank_info};
 use super::shm_region::Liveness;
@@ -164,8 +164,7 @@ impl Ranks {
 
 /// The record by which a rank proposes `shape` and shares its outcome.
 pub(super) fn proposal<T: Serialize>(shape: &str, outcome: Result<T>) -> Vec<u8> {
-    let outcome = outcome.map_err(|error| (error.code(), shortened(error.detail())));
-    encode_record(&(shape, outcome))
+    encode_record(&(shape, stored(outcome)))
 }
 
 /// The outcomes in the ranks' `records`, by [`proposal`], whose ranks have the names `name`.
@@ -176,7 +175,7 @@ pub(super) fn agreed<'a, T: DeserializeOwned>(records: &[Vec<u8>], name: impl Fn
     let mut values = Vec::with_capacity(records.len());
     let mut all: Option<Proposals> = None;
     for (rank, bytes) in records.iter().enumerate() {
-        let (shape, outcome): (String, std::result::Result<T, (i32, String)>) = decode(bytes)?;
+        let (shape, outcome): (String, Stored<T>) = decode(bytes)?;
         let own = Proposals::new(rank, &shape, &outcome);
         all = Some(match all {
             Some(others) => others.and(own),

@@ -155,7 +155,7 @@ impl RegionControl {
     /// The failure of the group on this host, if any.
     pub fn failure(&self) -> Option<Error> {
         let block: &Failure = &self.header().failure;
-        if block.state.load(Ordering::Acquire) != 2 {
+        if !self.has_failed() {
             return None;
         }
         let len = (block.len.load(Ordering::Relaxed) as usize).min(FAILURE_TEXT);

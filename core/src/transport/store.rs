@@ -81,11 +81,8 @@ pub fn allgather(
     store.set(&of(me), record, wait_ctx)?;
     if me != 0 {
         let records: Gathered = decode(&store.wait_for(&all, wait_ctx, &awaited)?)?;
-        // The last reader removes the records. A store that is gone needs no cleaning.
-        let readers = format!("{prefix}/readers");
-        if store.add(&readers, 1, wait_ctx) == Ok(size as i64 - 1) {
-            let _removed = store.delete(&all, wait_ctx).and_then(|()| store.delete(&readers, wait_ctx));
-        }
+        // A store that is gone needs no cleaning.
+        let _removed = end_reading(store, &all, size - 1, wait_ctx);
         return records.map_err(|(code, text)| Error::from_code(code, text));
     }
     let records = (0..size).map(|number| store.wait_for(&of(number), wait_ctx, &awaited)).collect::<Result<Vec<_>>>();
@@ -93,6 +90,15 @@ pub fn allgather(
     store.set(&all, &encode(&gathered)?, wait_ctx)?;
     (0..size).try_for_each(|number| store.delete(&of(number), wait_ctx))?;
     records
+}
+
+/// Called by each of the `readers` readers of `key`: the last one removes it.
+pub(super) fn end_reading(store: &dyn Store, key: &str, readers: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    let count = format!("{key}/readers");
+    if usize::try_from(store.add(&count, 1, wait_ctx)?) == Ok(readers) {
+        store.delete(key, wait_ctx).and_then(|()| store.delete(&count, wait_ctx))?;
+    }
+    Ok(())
 }
 
 /// The records of all callers, or the code and text of caller 0's error.

@@ -42,7 +42,7 @@ fn all_gather_over_threads_and_connections() {
             }
         });
         // Each exchange removes its keys.
-        for key in ["0/all", "0/readers", "3/0", "19/all"] {
+        for key in ["0/all", "0/all/readers", "3/0", "19/all"] {
             assert_eq!(within(None, |ctx| served.try_get(key, ctx)), Ok(None), "{key} of {size}");
         }
     }
