@@ -3,7 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
+use smallvec::SmallVec;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::blocks::Counts;
 use super::call_config::CallConfig;
@@ -399,8 +400,9 @@ impl Call {
     }
 
     fn hash_call(&self) -> u64 {
-        let mut hash = Xxh3::new();
-        let mut number = |value: i64| hash.update(&value.to_le_bytes());
+        // One hash of short memory is faster than a hasher with its state.
+        let mut bytes = SmallVec::<[u8; 256]>::new();
+        let mut number = |value: i64| bytes.extend_from_slice(&value.to_le_bytes());
         number(self.config.key.hash().cast_signed());
         number(self.op.collective.code.into());
         if self.op.collective.reduces {
@@ -426,8 +428,8 @@ impl Call {
             Counts::Ranks(bounds) => bounds.ends().iter().for_each(|&end| number(end as i64)),
             Counts::Pairs { .. } => number(-1),
         }
-        hash.update(self.name.as_bytes());
-        hash.digest()
+        bytes.extend_from_slice(self.name.as_bytes());
+        xxh3_64(&bytes)
     }
 }
 

@@ -17,6 +17,7 @@ use super::wire::shard_range;
 use crate::error::{Error, Result};
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
+use crate::transport::spin::Waiter;
 use crate::transport::step::{REFRESH, START, reached};
 use crate::transport::{HostLink, NetworkModel, Phase, ShmChannel, SlotContent, WaitContext};
 
@@ -115,6 +116,11 @@ impl Channel {
     /// Closes the links to other hosts; no calls may follow.
     pub(crate) fn close_links(&mut self) {
         self.inter_host.clear();
+    }
+
+    /// Sets who waits from now on.
+    pub(crate) fn set_waiter(&self, waiter: Waiter) {
+        self.shm.set_waiter(waiter);
     }
 
     /// Makes the memory of this rank, if needed, and waits for that of the other ranks. Before the first round.

@@ -21,6 +21,7 @@ use crate::collective::device::wait_event;
 use crate::collective::{Call, Op, PostedCall};
 use crate::error::{Result, guard};
 use crate::lock::lock;
+use crate::transport::spin::Waiter;
 
 /// Runs the group's calls one after the other.
 pub(super) struct Executor {
@@ -155,7 +156,11 @@ impl Executor {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        (!state.closed).then_some(ExecutorGuard { executor: self, state })
+        if state.closed {
+            return None;
+        }
+        state.worker.channel.set_waiter(Waiter::Caller);
+        Some(ExecutorGuard { executor: self, state })
     }
 
     /// Counts a call that is about to be queued.
@@ -273,6 +278,7 @@ impl ExecutorGuard<'_> {
 impl ExecutorState {
     /// Handles the first call of `queue`; returns it when this thread's part of it has ended.
     fn run_next(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Work>, Result<()>)> {
+        self.worker.channel.set_waiter(Waiter::Thread);
         if let Some(work) = self.handed_back.take() {
             queue.calls.push_front(work);
             return self.worker.reconcile(queue, None, OtherGroups::new(&self.worker.shared));

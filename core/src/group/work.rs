@@ -1,9 +1,10 @@
 //! A call from submission to completion.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
+
+use oneshot::RecvTimeoutError;
 
 use super::join_state::JoinState;
 use super::record::{Record, Recorder};
@@ -31,7 +32,7 @@ pub fn wait_for_result<T: Send + 'static>(
     interrupt: impl Fn(),
     start: impl FnOnce(Box<dyn FnOnce(Result<T>) + Send>),
 ) -> Result<T> {
-    let (sender, receiver) = sync_channel(1);
+    let (sender, receiver) = oneshot::channel();
     start(Box::new(move |result| {
         // The receiver below is waiting.
         let _delivered = sender.send(result);

@@ -19,6 +19,7 @@ use crate::log::log_line;
 use crate::transport::mailbox::header;
 use crate::transport::mailbox::memory::MailboxMemory;
 use crate::transport::mailbox::notice::MailboxHeader;
+use crate::transport::spin::{MIN_SPINS, MaxSpins, Spins, Waiter};
 
 /// Nobody drives.
 const NOBODY: u32 = 0;
@@ -37,16 +38,12 @@ const STANDBY: Duration = Duration::from_millis(1);
 const LOOKS: u32 = 50;
 /// The thread ends after this time without work.
 const IDLE: Duration = Duration::from_secs(1);
-/// Below this, spinning is cheaper than a futex sleep.
-const SPIN_MAX: Duration = Duration::from_micros(50);
 /// A driver that waits for the network polls so long before its first nap, unless the ranks share processors. A nap
 /// delays the answer, so the next wait of the other rank is longer, too: only spins get back to short waits.
 const NETWORK_SPIN: Duration = Duration::from_micros(100);
 /// Naps of a driver that waits for the network, one after the other; then the last one again.
 const NAPS: [Duration; 4] =
     [Duration::from_micros(20), Duration::from_micros(50), Duration::from_micros(100), Duration::from_micros(200)];
-/// Minimum number of spins, unless the maximum is smaller.
-const MIN_SPINS: u32 = 64;
 
 /// What the threads share.
 pub struct Shared {
@@ -66,9 +63,8 @@ pub struct Shared {
     gate: Mutex<Gate>,
     changed: Condvar,
     thread_changed: Condvar,
-    /// Current number of polls before a sleep, and its maximum.
-    spins: AtomicU32,
-    max_spins: u32,
+    /// Polls before a sleep.
+    spins: Spins,
     pub closed: AtomicBool,
 }
 
@@ -80,7 +76,7 @@ struct Gate {
 }
 
 impl Shared {
-    pub fn new(state: State, max_spins: u32) -> Shared {
+    pub fn new(state: State, max_spins: MaxSpins) -> Shared {
         Shared {
             memory: Arc::clone(state.mailbox.memory()),
             state: Mutex::new(state),
@@ -93,8 +89,7 @@ impl Shared {
             gate: Mutex::default(),
             changed: Condvar::new(),
             thread_changed: Condvar::new(),
-            spins: AtomicU32::new(max_spins),
-            max_spins,
+            spins: Spins::new(max_spins),
             closed: AtomicBool::new(false),
         }
     }
@@ -178,15 +173,15 @@ impl Shared {
         }
     }
 
-    /// Polls and sleeps until `ended`; calls `check` about every 20 ms. For the driver.
-    fn drive(&self, ended: &dyn Fn() -> bool, check: &dyn Fn()) {
+    /// Polls and sleeps as `waiter` until `ended`; calls `check` about every 20 ms. For the driver.
+    fn drive(&self, waiter: Waiter, ended: &dyn Fn() -> bool, check: &dyn Fn()) {
         let mut last_check = None;
         let (mut idle, mut polls, mut naps) = (0, 0u32, 0);
         let mut since = None;
         loop {
             if ended() {
                 if let Some(since) = since {
-                    self.adapt(Instant::now().saturating_duration_since(since) < SPIN_MAX);
+                    self.spins.adapt(waiter, Instant::now().saturating_duration_since(since));
                 }
                 return;
             }
@@ -196,7 +191,7 @@ impl Shared {
             }
             if self.poll() {
                 (idle, since, naps) = (0, None, 0);
-            } else if naps == 0 && (idle < self.spins.load(Ordering::Relaxed) || self.spins_for_network(since)) {
+            } else if naps == 0 && (idle < self.spins.get(waiter) || self.spins_for_network(since)) {
                 idle += 1;
                 if idle == MIN_SPINS {
                     since = Some(Instant::now());
@@ -210,7 +205,7 @@ impl Shared {
                     naps = (naps + 1).min(NAPS.len() - 1);
                 } else {
                     naps = 0;
-                    self.adapt(from.elapsed() < SPIN_MAX);
+                    self.spins.adapt(waiter, from.elapsed());
                 }
                 (idle, since) = (0, None);
                 self.check(&mut last_check, check);
@@ -221,7 +216,7 @@ impl Shared {
     /// Whether to go on polling, `since` the first polls of this wait.
     fn spins_for_network(&self, since: Option<Instant>) -> bool {
         self.awaiting.load(Ordering::Relaxed)
-            && self.max_spins > MIN_SPINS
+            && self.spins.is_long()
             && since.is_none_or(|since| since.elapsed() < NETWORK_SPIN)
     }
 
@@ -234,13 +229,6 @@ impl Shared {
             check();
             *last = Some(now);
         }
-    }
-
-    /// Doubles the polls before a sleep if the last wait was short enough, else halves them.
-    fn adapt(&self, pays: bool) {
-        let spins = self.spins.load(Ordering::Relaxed);
-        let next = if pays { spins.saturating_mul(2) } else { spins / 2 };
-        self.spins.store(next.clamp(MIN_SPINS.min(self.max_spins), self.max_spins), Ordering::Relaxed);
     }
 
     /// Sleeps until the bell rings, unless there is something to do. If something waits for the network, it sleeps for
@@ -278,7 +266,7 @@ impl Shared {
     pub fn wait(self: &Arc<Shared>, ended: &dyn Fn() -> bool, check: &dyn Fn()) {
         while !ended() {
             if self.driver.compare_exchange(NOBODY, CALLER, Ordering::Acquire, Ordering::Relaxed).is_ok() {
-                self.drive(ended, check);
+                self.drive(Waiter::Caller, ended, check);
                 self.leave();
                 if self.waiters.load(Ordering::Relaxed) == 0 {
                     self.ensure_thread();
@@ -355,7 +343,7 @@ impl Shared {
             }
             let leaves =
                 || !self.has_work() || self.waiters.load(Ordering::Relaxed) > 0 || self.closed.load(Ordering::Relaxed);
-            self.drive(&leaves, &|| {});
+            self.drive(Waiter::Thread, &leaves, &|| {});
             self.leave();
         }
     }

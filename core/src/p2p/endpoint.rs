@@ -21,6 +21,7 @@ use crate::signals;
 use crate::transport::mailbox::memory::MailboxMemory;
 use crate::transport::mailbox::ring::{CELL_BYTES, Envelope};
 use crate::transport::mailbox::{Mailbox, depart, header, process_memory};
+use crate::transport::spin::MaxSpins;
 
 /// See the module's documentation. Dropping it ends what is under way with an error.
 pub struct Endpoint {
@@ -69,15 +70,20 @@ impl Message<'_> {
 
 impl Endpoint {
     /// The end of the mailboxes in `memory`, whose ranks are `peers`, and of the network to other `hosts`, if there is
-    /// one. `spins` is the maximum number of polls before a wait sleeps.
+    /// one. `max_spins` limits the polls before a wait sleeps.
     ///
     /// # Errors
     /// Errors of [`Mailbox::new`], or a failure of the network.
-    pub fn new(memory: Arc<dyn MailboxMemory>, peers: Peers, spins: u32, hosts: Option<Hosts>) -> Result<Endpoint> {
+    pub fn new(
+        memory: Arc<dyn MailboxMemory>,
+        peers: Peers,
+        max_spins: MaxSpins,
+        hosts: Option<Hosts>,
+    ) -> Result<Endpoint> {
         let (peers, has_network) = (Arc::new(peers), hosts.is_some());
         let mailbox = Mailbox::new(Arc::clone(&memory))?;
         let state = State::new(mailbox, Arc::clone(&peers), hosts.map(Remote::new).transpose()?);
-        Ok(Endpoint { shared: Arc::new(Shared::new(state, spins)), memory, peers, has_network })
+        Ok(Endpoint { shared: Arc::new(Shared::new(state, max_spins)), memory, peers, has_network })
     }
 
     /// Lets the ranks of the host copy long messages out of this process's memory, if the system allows it. For ranks

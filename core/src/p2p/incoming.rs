@@ -12,7 +12,7 @@ use crate::transport::mailbox::ring::{LongEnvelope, LongState};
 use crate::transport::mailbox::{Mailbox, process_memory};
 
 /// Bytes that are copied at a time under the lock.
-const COPY_BYTES: usize = 256 << 10;
+const COPY_BYTES: usize = 1 << 20;
 
 /// Up to this size one copy by the receiver is faster than two that overlap: the second core has other work then.
 const ONE_COPY_BYTES: usize = 4 << 20;

@@ -10,9 +10,9 @@ use crate::group::{Group, MessageOptions, Messenger};
 use crate::lock::lock;
 use crate::log::log_line;
 use crate::p2p::{Endpoint, Hosts, Peers, Request, Status, Then};
-use crate::transport::flag::max_spins;
 use crate::transport::job::Job;
 use crate::transport::mailbox::memory::ArenaMemory;
+use crate::transport::spin::MaxSpins;
 
 /// The end of this process's mailboxes.
 static ENDPOINT: Mutex<Option<Arc<Endpoint>>> = Mutex::new(None);
@@ -63,7 +63,7 @@ fn make_endpoint(job: &Arc<Job>) -> Result<Endpoint> {
         let job = Arc::clone(job);
         Hosts { network, lost: Box::new(move |rank| job.is_lost_elsewhere(rank).then(|| "is lost".to_owned())) }
     });
-    Endpoint::new(Arc::new(memory), peers, max_spins(local_ranks.len()), hosts).inspect(Endpoint::show_process)
+    Endpoint::new(Arc::new(memory), peers, MaxSpins::new(local_ranks.len()), hosts).inspect(Endpoint::show_process)
 }
 
 fn messenger(group: &Group) -> Result<&Messenger> {

@@ -12,12 +12,6 @@ use super::step::{START, reached};
 use super::sync::{AtomicU32, FutexWord, fence};
 use crate::error::{Error, Result};
 
-/// The most checks before a wait of one of `local_ranks` ranks sleeps; few when they outnumber processors.
-pub fn max_spins(local_ranks: usize) -> u32 {
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    if local_ranks <= cores { 2000 } else { 64 }
-}
-
 /// A counter. Stores the distance from [`START`], so zeroed memory is a valid flag.
 #[repr(C)]
 #[derive(Debug, Default)]

@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::arena::PeerMemory;
-use super::flag::max_spins;
 use super::group_agreement::{Agreement, Share};
 use super::group_arenas::{GroupArenas, readable_processes};
 use super::group_memory::NewControl;
@@ -17,6 +16,7 @@ use super::job::Job;
 use super::process::ProcessLiveness;
 use super::region_layout::window;
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, ShmRegion};
+use super::spin::MaxSpins;
 use super::wait_context::{WaitContext, with_limits};
 use super::{GroupResources, HostLink};
 use crate::error::{Error, Result};
@@ -146,9 +146,10 @@ impl Job {
         let processes = Arc::clone(&self.ranks.local_processes);
         let liveness = Box::new(MemberLiveness { processes, local_ranks: local_ranks.clone() });
         let arenas = GroupArenas::new(Arc::clone(self.groups.arenas()), local_ranks, readable);
-        let region = ShmRegion::new(memory, layout, topology.local_rank(), peers, liveness, max_spins(layout.ranks))?
-            .with_peer_memory(Some(Arc::new(arenas) as Arc<dyn PeerMemory>))
-            .with_departure(key.name().departure());
+        let region =
+            ShmRegion::new(memory, layout, topology.local_rank(), peers, liveness, MaxSpins::new(layout.ranks))?
+                .with_peer_memory(Some(Arc::new(arenas) as Arc<dyn PeerMemory>))
+                .with_departure(key.name().departure());
         let links = |channel: usize| {
             let first = share.first_link + channel * topology.num_shards();
             self.links(topology, members, first, config.slot)

@@ -11,6 +11,7 @@ use super::memory::Aligned;
 use super::region_control::RegionControl;
 use super::region_layout::window;
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
+use super::spin::MaxSpins;
 use super::{ExchangeBuffers, GroupResources, HostLink, MAX_EXCHANGES, Message, NetworkModel, sync};
 use crate::error::{Error, Result};
 use crate::group_key::{GroupKey, Members};
@@ -58,7 +59,7 @@ impl RegionMemory for HeapRegion {
 }
 
 /// The number of checks before a wait sleeps. Loom runs each of them in every order, and has no clock to adapt it.
-const SPINS: u32 = if cfg!(loom) { 0 } else { 100 };
+const SPINS: MaxSpins = MaxSpins::equal(if cfg!(loom) { 0 } else { 100 });
 
 struct AlwaysAlive;
 

@@ -37,6 +37,7 @@ pub mod region_control;
 mod region_layout;
 pub mod shm;
 pub mod shm_region;
+pub mod spin;
 pub mod start_links;
 pub mod step;
 pub mod store;

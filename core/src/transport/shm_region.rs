@@ -20,6 +20,7 @@ use super::arena::PeerMemory;
 use super::flag::Flag;
 use super::region_control::RegionControl;
 use super::region_layout::{CallHeader, MAX_WINDOW, RankFlags};
+use super::spin::{MaxSpins, Spins, Waiter};
 use super::step::START;
 use super::sync::AtomicU32;
 use super::wait_context::WaitContext;
@@ -82,7 +83,7 @@ pub struct ShmRegion {
     me: usize,
     peers: Vec<LocalPeer>,
     liveness: Box<dyn Liveness>,
-    spins: u32,
+    max_spins: MaxSpins,
     peer_memory: Option<Arc<dyn PeerMemory>>,
     departure: &'static str,
     /// The slots of this rank: an error or their place.
@@ -91,7 +92,7 @@ pub struct ShmRegion {
 
 impl ShmRegion {
     /// Wraps `memory`, whose control block is initialized for `layout`. `peers` are the host's ranks by local rank;
-    /// `spins` is the maximum number of checks before a wait sleeps.
+    /// `max_spins` limits the checks before a wait sleeps.
     ///
     /// # Errors
     /// [`Error::Internal`] when the block is of another layout.
@@ -101,7 +102,7 @@ impl ShmRegion {
         me: usize,
         peers: Vec<LocalPeer>,
         liveness: Box<dyn Liveness>,
-        spins: u32,
+        max_spins: MaxSpins,
     ) -> Result<ShmRegion> {
         // SAFETY: the memory lives as long as the region.
         let control = unsafe { RegionControl::attach(memory.control()) };
@@ -116,7 +117,7 @@ impl ShmRegion {
             me,
             peers,
             liveness,
-            spins,
+            max_spins,
             peer_memory: None,
             departure: "has left",
             opened: OnceLock::new(),
@@ -181,7 +182,14 @@ impl ShmRegion {
         assert!(channel < self.layout.channels, "channel {channel} of {}", self.layout.channels);
         let slots = self.all_slots(channel).map_or_else(OnceCell::new, OnceCell::from);
         let turns = self.layout.window as u32 - 1;
-        ShmChannel { region: Arc::clone(self), channel, slots, turns, spins: Cell::new(self.spins) }
+        ShmChannel {
+            region: Arc::clone(self),
+            channel,
+            slots,
+            turns,
+            spins: Spins::new(self.max_spins),
+            waiter: Cell::new(Waiter::Thread),
+        }
     }
 
     /// The loss of another rank of this host, for waits on other hosts or GPUs.
@@ -237,11 +245,6 @@ impl ShmRegion {
     }
 }
 
-/// Below this, spinning is cheaper than a futex sleep.
-const SPIN_MAX: Duration = Duration::from_micros(50);
-/// Minimum number of spins, unless the region's maximum is smaller.
-const MIN_SPINS: u32 = 64;
-
 /// The value of the flag of a rank whose slots are made.
 const OPENED: u32 = START.wrapping_add(1);
 
@@ -259,14 +262,20 @@ pub struct ShmChannel {
     slots: OnceCell<Slots>,
     /// The bits of the number of a round that are its turn.
     turns: u32,
-    /// Current number of spins before a sleep: adapted to recent waits, up to the region's maximum.
-    spins: Cell<u32>,
+    spins: Spins,
+    /// Whose waits are next.
+    waiter: Cell<Waiter>,
 }
 
 impl ShmChannel {
     /// The region of this channel.
     pub fn region(&self) -> &Arc<ShmRegion> {
         &self.region
+    }
+
+    /// Sets who waits from now on.
+    pub fn set_waiter(&self, waiter: Waiter) {
+        self.waiter.set(waiter);
     }
 
     /// Makes the slots of this rank, if needed, and waits for those of the other ranks. Before the first round.
@@ -345,7 +354,7 @@ impl ShmChannel {
                 flag.sleep(step, &mut || self.check_wait(phase, step, ranks, wait_ctx))
             };
             let now = Instant::now();
-            self.adapt(now - from < SPIN_MAX);
+            self.spins.adapt(self.waiter.get(), now - from);
             wait_ctx.log().waited(self.region.peers[rank].rank, from, now);
             result?;
         }
@@ -364,14 +373,7 @@ impl ShmChannel {
 
     /// Spins until `flag` reaches `step` or the spins are used up.
     fn spin(&self, flag: &Flag, step: u32) -> bool {
-        flag.spin(step, self.spins.get())
-    }
-
-    /// Doubles the spins if the last wait was short enough (`pays`), else halves them.
-    fn adapt(&self, pays: bool) {
-        let (spins, max) = (self.spins.get(), self.region.spins);
-        let next = if pays { spins.saturating_mul(2) } else { spins / 2 };
-        self.spins.set(next.clamp(MIN_SPINS.min(max), max));
+        flag.spin(step, self.spins.get(self.waiter.get()))
     }
 
     /// The number of rounds that may overlap.
@@ -463,35 +465,5 @@ impl ShmChannel {
         let grace = if phase == Phase::Reduced { OWNER_GRACE } else { Duration::ZERO };
         let pending = || (0..ranks).filter(|&rank| is_pending(rank)).map(|rank| self.region.peers[rank].name.as_str());
         wait_ctx.check(grace, &|| pending().collect::<Vec<_>>().join(", "))
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    struct AlwaysAlive;
-
-    impl Liveness for AlwaysAlive {
-        fn lost(&self, _local_rank: usize) -> Option<String> {
-            None
-        }
-    }
-
-    #[test]
-    fn spins_adapt_to_the_waits() {
-        for (max, min) in [(2000, MIN_SPINS), (10, 10)] {
-            let layout = RegionLayout { ranks: 1, channels: 1, slot: 64, window: 2 };
-            let memory = Box::new(super::super::in_process::HeapRegion::new(layout));
-            let peers = vec![LocalPeer { rank: 0, world: 0, name: "rank 0".into() }];
-            let region = Arc::new(ShmRegion::new(memory, layout, 0, peers, Box::new(AlwaysAlive), max).unwrap());
-            let channel = region.channel(0);
-            assert_eq!(channel.spins.get(), max);
-            (0..20).for_each(|_| channel.adapt(false));
-            assert_eq!(channel.spins.get(), min);
-            (0..20).for_each(|_| channel.adapt(true));
-            assert_eq!(channel.spins.get(), max);
-        }
     }
 }

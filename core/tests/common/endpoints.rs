@@ -12,6 +12,7 @@ use dl_comm_core::p2p::{Endpoint, Hosts, Message, Peers, Request, Scope, Spans, 
 use dl_comm_core::transport::in_process_messages::ThreadMessages;
 use dl_comm_core::transport::mailbox::memory::HeapMemory;
 use dl_comm_core::transport::shm_region::Liveness;
+use dl_comm_core::transport::spin::MaxSpins;
 
 /// A group of all ranks.
 pub struct Group {
@@ -79,7 +80,11 @@ pub fn hosts_with(sizes: &[usize], shares: bool, lost: &Lost, networks: Vec<Thre
             let hosts = networks
                 .next()
                 .map(|network| Hosts { network: Box::new(network), lost: Box::new(move |rank| far.lost(rank)) });
-            ranks.push(Rank { endpoint: Endpoint::new(Arc::new(memory), peers, 100, hosts).unwrap(), scope, group });
+            ranks.push(Rank {
+                endpoint: Endpoint::new(Arc::new(memory), peers, MaxSpins::equal(100), hosts).unwrap(),
+                scope,
+                group,
+            });
         }
     }
     ranks
