@@ -36,12 +36,6 @@ fn value(number: usize, rank: usize, index: usize) -> f32 {
     (100 * number + 10 * rank + index / SMALL) as f32
 }
 
-/// Settings of calls that may copy between private memories if the region allows that.
-fn moving_config(topology: &Topology, region: &ShmRegion, small_max: usize) -> CallConfig {
-    let private_min = region.peer_memory().map_or(usize::MAX, |memory| memory.private_min());
-    CallConfig { private_min, ..config(topology, small_max) }
-}
-
 impl Step {
     /// The number of floats of a rank.
     fn len(self) -> usize {
@@ -58,8 +52,8 @@ impl Step {
         }
     }
 
-    fn call(self, topology: &Topology, region: &ShmRegion, src: &Floats, dst: &Floats) -> Call {
-        let (from, to, config) = (src.ptr(), dst.ptr(), moving_config(topology, region, SMALL * size_of::<f32>()));
+    fn call(self, topology: &Topology, src: &Floats, dst: &Floats) -> Call {
+        let (from, to, config) = (src.ptr(), dst.ptr(), config(topology, SMALL * size_of::<f32>()));
         let buffer = |from: *const f32, to: *mut f32, len| Buffer::new(from.cast(), to.cast(), len, DType::F32);
         match self {
             Step::Reduce(len) => call(self.op(), buffer(to, to, len), "", config),
@@ -78,7 +72,7 @@ impl Step {
         let [src, dst] = own;
         src.fill(|index| value(number, me, index));
         dst.fill(|index| value(number, me, index));
-        assert!(run(channel, &self.call(topology, region, src, dst), region));
+        assert!(run(channel, &self.call(topology, src, dst), region));
         let mean = |index| (0..ranks).map(|rank| value(number, rank, index)).sum::<f32>() / ranks as f32;
         dst.expect(|index| match self {
             Step::Reduce(_) | Step::Copied(_) if index < len => mean(index),
@@ -179,7 +173,7 @@ fn further_chunks_are_refused() {
                 let [src, dst] = &mut own;
                 src.fill(|index| value(0, rank, index));
                 let buffer = Buffer::new(src.ptr().cast(), dst.ptr().cast(), LEN, DType::F32);
-                let config = CallConfig { channels: 2, ..moving_config(&topology, &region, 0) };
+                let config = CallConfig { channels: 2, ..config(&topology, 0) };
                 let gather = call(Op::ALLGATHER, buffer, "", config);
                 assert_eq!(gather.layout.chunks(), 3);
                 assert!(run(&mut channel, &gather, &region));

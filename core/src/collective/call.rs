@@ -3,8 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use smallvec::SmallVec;
-use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::blocks::Counts;
 use super::call_config::CallConfig;
@@ -38,6 +37,8 @@ pub struct Call {
     labels: String,
     schedule_position: String,
     producer: Option<Arc<CallerStream>>,
+    /// Whether its memory is pinned for a GPU: the system may refuse copies to other processes.
+    pinned: bool,
 }
 
 /// The name of an absent call.
@@ -47,11 +48,9 @@ const ABSENT: &str = "\0absent";
 const MIN_STAGED_BYTES: usize = 256 << 10;
 /// Chunks per channel of a large call on device memory, so that download, reduction and upload overlap.
 const CHUNKS_PER_CHANNEL: usize = 4;
-/// Largest small call, in bytes, of those that only move data: beyond, memory that the ranks can access pays more than
-/// the shorter path of small calls. A broadcast through one slot does not overlap the copies of root and receivers.
-fn small_move_max(op: Op) -> usize {
-    if op.is_broadcast() { 32 << 10 } else { 128 << 10 }
-}
+/// Largest small call, in bytes, of those that only move data: beyond, several chunks overlap the copies of senders and
+/// receivers.
+const SMALL_MOVE_MAX: usize = 128 << 10;
 /// Chunks per channel of a large broadcast: the root fills slots while the others empty them, and the first and the last
 /// chunk do not overlap.
 const BROADCAST_CHUNKS: usize = 8;
@@ -123,6 +122,7 @@ impl Call {
             labels,
             schedule_position: String::new(),
             producer: None,
+            pinned: false,
         };
         call.list_hash = call.hash_call();
         call.name += instance;
@@ -195,6 +195,7 @@ impl Call {
             labels: String::new(),
             schedule_position: self.schedule_position.clone(),
             producer: None,
+            pinned: false,
         }
     }
 
@@ -221,6 +222,7 @@ impl Call {
             labels: String::new(),
             schedule_position: String::new(),
             producer: None,
+            pinned: true,
         }
     }
 
@@ -319,15 +321,7 @@ impl Call {
             && self.layout.chunks() == 1
             && !self.wire_is_acc()
             && !self.agrees_on_length()
-            && (self.op.collective.reduces || self.volume() <= small_move_max(self.op))
-    }
-
-    /// Whether the ranks of a host may copy out of each other's private memory. `total`: bytes of the longest block of all
-    /// ranks.
-    pub(super) fn moves_privately(&self, total: usize) -> bool {
-        !self.op.collective.reduces
-            && !self.op.is_barrier()
-            && total.saturating_mul(self.blocks()) >= self.config.private_min
+            && (self.op.collective.reduces || self.volume() <= SMALL_MOVE_MAX)
     }
 
     /// The numbers of elements of a tensor's source and destination that this rank reads and writes.
@@ -350,8 +344,13 @@ impl Call {
         self.layout.total() * self.blocks()
     }
 
+    /// Whether its memory is pinned for a GPU.
+    pub(super) fn is_pinned(&self) -> bool {
+        self.pinned
+    }
+
     /// The number of blocks of the longer of input and output.
-    fn blocks(&self) -> usize {
+    pub(super) fn blocks(&self) -> usize {
         if self.op.pattern() == Pattern::Line { 1 } else { self.config.ranks }
     }
 
@@ -400,9 +399,9 @@ impl Call {
     }
 
     fn hash_call(&self) -> u64 {
-        // One hash of short memory is faster than a hasher with its state.
-        let mut bytes = SmallVec::<[u8; 256]>::new();
-        let mut number = |value: i64| bytes.extend_from_slice(&value.to_le_bytes());
+        // For a few numbers this is faster than a hasher with its state.
+        let mut hash = 0;
+        let mut number = |value: i64| hash = xxh3_64_with_seed(&value.to_le_bytes(), hash);
         number(self.config.key.hash().cast_signed());
         number(self.op.collective.code.into());
         if self.op.collective.reduces {
@@ -428,8 +427,7 @@ impl Call {
             Counts::Ranks(bounds) => bounds.ends().iter().for_each(|&end| number(end as i64)),
             Counts::Pairs { .. } => number(-1),
         }
-        bytes.extend_from_slice(self.name.as_bytes());
-        xxh3_64(&bytes)
+        xxh3_64_with_seed(self.name.as_bytes(), hash)
     }
 }
 

@@ -21,9 +21,6 @@ pub struct CallConfig {
     pub compartments: Compartments,
     /// Largest call, in bytes, that runs in one round; 0 with several hosts.
     pub small_max: usize,
-    /// The length, in bytes, from which on calls that only move data copy out of the private memory of other processes
-    /// ([`crate::transport::arena::PeerMemory::private_min`]).
-    pub private_min: usize,
     /// Largest call, in bytes, that one thread runs alone.
     pub single_thread_max: usize,
     /// Whether floating-point sums are float64.
@@ -42,7 +39,6 @@ impl CallConfig {
             slot,
             compartments: Compartments::new(topology),
             small_max: 0,
-            private_min: usize::MAX,
             single_thread_max: 0,
             acc_f64: false,
         }

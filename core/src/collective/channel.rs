@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::call::Call;
+use super::copy_choice::{CallTimer, CopyChoice, CopyPath};
 use super::inter_host::{AlgorithmSetting, InterHost};
 use super::operation::Pattern;
 use super::shard::ShardView;
@@ -17,6 +18,7 @@ use super::wire::shard_range;
 use crate::error::{Error, Result};
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
+use crate::transport::arena::DirectCopies;
 use crate::transport::spin::Waiter;
 use crate::transport::step::{REFRESH, START, reached};
 use crate::transport::{HostLink, NetworkModel, Phase, ShmChannel, SlotContent, WaitContext};
@@ -42,6 +44,11 @@ pub struct Channel {
     pub(super) plan: Plan,
     /// Whether the system has refused to copy between private memories, on some rank; the same on all ranks.
     pub(super) is_refused: bool,
+    /// The calls that may copy directly.
+    pub(super) direct_copies: DirectCopies,
+    pub(super) copy_choice: CopyChoice,
+    /// Of the call that runs, if this rank times it.
+    pub(super) timer: Option<CallTimer>,
 }
 
 /// What the first chunk of a call has shown about the others; the same on all ranks of a host.
@@ -53,6 +60,8 @@ pub struct Plan {
     pub is_complete: bool,
     /// Bytes of the longest block, or of the line; the same on all ranks.
     pub total: usize,
+    /// How data moves on one host, if the call has a choice.
+    pub path: CopyPath,
 }
 
 impl Plan {
@@ -86,6 +95,10 @@ pub(super) enum ChunkResult {
 impl Channel {
     /// A channel over `region`, for the ranks of one host.
     pub fn new(topology: Arc<Topology>, region: ShmChannel) -> Channel {
+        let direct_copies = match region.region().peer_memory() {
+            Some(memory) if topology.hosts() == 1 => memory.direct_copies(),
+            _ => DirectCopies::NONE,
+        };
         Channel {
             topology,
             shm: region,
@@ -97,6 +110,9 @@ impl Channel {
             offer: SlotContent::Data,
             plan: Plan::default(),
             is_refused: false,
+            direct_copies,
+            copy_choice: CopyChoice::default(),
+            timer: None,
         }
     }
 
@@ -142,9 +158,12 @@ impl Channel {
 
     /// As `run_first_chunk`; the longest block of all ranks has `total` bytes.
     pub(super) fn run_first_chunk_of(&mut self, call: &Call, total: usize, wait_ctx: &WaitContext<'_>) -> Result<bool> {
-        self.plan = Plan { total, ..Plan::default() };
+        let kind = self.kind(call, total);
+        let path = kind.map_or(CopyPath::Slots, |kind| self.path(kind));
+        self.plan = Plan { total, path, ..Plan::default() };
         self.refresh();
-        if call.is_small() {
+        self.start_timer(call, kind);
+        if call.is_small() && path == CopyPath::Slots {
             return self.exchange(call, wait_ctx);
         }
         let mut result;
@@ -160,6 +179,11 @@ impl Channel {
                 self.plan.zero_copy = false;
                 result = self.run_on_host(call, iter::once(0), false, wait_ctx)?;
             }
+        }
+        match result {
+            ChunkResult::Matched if self.plan.chunks(call) > 1 => {}
+            ChunkResult::Matched => self.end_timer(call),
+            ChunkResult::NoAccess | ChunkResult::Mismatch => self.timer = None,
         }
         Ok(result == ChunkResult::Matched)
     }
@@ -184,11 +208,12 @@ impl Channel {
         if self.topology.hosts() > 1 {
             return self.drive(call, chunks, true, wait_ctx).map(|_matched| ());
         }
-        if plan.zero_copy && self.run_chunks_zero_copy(call, chunks.clone(), wait_ctx)? {
-            return Ok(());
+        if !plan.zero_copy || !self.run_chunks_zero_copy(call, chunks.clone(), wait_ctx)? {
+            self.plan.zero_copy = false;
+            self.run_on_host(call, chunks, true, wait_ctx)?;
         }
-        self.plan.zero_copy = false;
-        self.run_on_host(call, chunks, true, wait_ctx).map(|_matched| ())
+        self.end_timer(call);
+        Ok(())
     }
 
     /// The number of the next round, once its slot is free. Also posts `Unpacked`: peers may need it before they can
@@ -285,7 +310,7 @@ impl Channel {
     }
 
     /// Packs a chunk in round `seq`, which this rank has begun.
-    pub(super) fn pack(&self, call: &Call, chunk: usize, seq: u32, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    pub(super) fn pack(&mut self, call: &Call, chunk: usize, seq: u32, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let len = call.layout.chunk_len(chunk);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
         let content = if self.plan.zero_copy { self.content(call) } else { SlotContent::Data };
@@ -295,6 +320,7 @@ impl Channel {
             self.post_places(call, content, seq)?;
         }
         let content = if self.topology.hosts() > 1 { self.offer } else { content };
+        self.post_path_note(seq);
         self.shm.post_signature(seq, call.signature, content);
         self.shm.raise(Phase::Packed, seq);
         timer.end(Activity::Copy);

@@ -56,6 +56,9 @@ impl Channel {
             self.finish_round(seq);
             return Ok(ChunkResult::Mismatch);
         }
+        if chunk == 0 {
+            self.agree_on_path(seq);
+        }
         if self.shm.zero_copy_ranks(seq) > 0 {
             return self.finish_first_zero_copy(call, seq, wait_ctx);
         }

@@ -15,6 +15,7 @@ mod call_config;
 mod channel;
 mod check;
 mod chunk_task;
+mod copy_choice;
 mod describe;
 pub mod device;
 mod host_chunks;

@@ -4,6 +4,7 @@
 
 use super::call::Call;
 use super::channel::{Channel, Plan};
+use super::copy_choice::CopyPath;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
 use crate::transport::{Phase, SlotContent, WaitContext};
@@ -31,19 +32,23 @@ impl Channel {
     }
 
     /// Starts a small call ([`Call::is_small`]) without blocking. `None`, without effect, if some rank has not finished
-    /// the previous call.
+    /// the previous call, or if the call copies directly.
     pub fn try_post(&mut self, call: &Call) -> Option<PostedCall> {
         self.refresh();
+        let kind = self.kind(call, call.layout.total());
         let seq = self.seq.wrapping_add(1);
-        self.is_free(seq).then(|| {
-            self.seq = seq;
-            self.copy_in(call, 0, 0..0, seq);
-            self.post(call, seq)
-        })
+        if !self.is_free(seq) || kind.is_some_and(|kind| self.path(kind) == CopyPath::Direct) {
+            return None;
+        }
+        self.start_timer(call, kind);
+        self.seq = seq;
+        self.copy_in(call, 0, 0..0, seq);
+        Some(self.post(call, seq))
     }
 
     /// Posts this rank's slot to the other ranks.
     fn post(&mut self, call: &Call, seq: u32) -> PostedCall {
+        self.post_path_note(seq);
         self.shm.post_signature(seq, call.signature, SlotContent::Data);
         PostedCall { seq, all_posted: self.shm.post_and_spin(Phase::Packed, seq) }
     }
@@ -77,7 +82,12 @@ impl Channel {
         self.unpacked_seq = seq;
         let agreed = self.shm.same_signatures(seq);
         if agreed {
+            debug_assert_eq!(self.shm.zero_copy_ranks(seq), 0, "the ranks disagree on the path");
+            self.agree_on_path(seq);
             self.take(call, 0, seq);
+            self.end_timer(call);
+        } else {
+            self.timer = None;
         }
         agreed
     }

@@ -17,6 +17,7 @@ use std::ops::Range;
 use super::blocks::Counts;
 use super::call::Call;
 use super::channel::{Channel, ChunkResult, out_of_sync};
+use super::copy_choice::CopyPath;
 use super::operation::{Op, Pattern, Root};
 use super::shard::PerRank;
 use super::transfer::{copy_own_block, copy_result};
@@ -52,23 +53,11 @@ impl Channel {
         let is_visible = |range: Range<usize>| range.is_empty() || memory.offset_of(range).is_some();
         if call.layout.tensors().all(|tensor| accessed(call, tensor).into_iter().all(is_visible)) {
             SlotContent::PeerMemory
-        } else if !several_hosts
-            && call.moves_privately(self.plan.total)
-            && !self.is_refused
-            && self.is_fast_private(call, memory)
-        {
+        } else if self.plan.path == CopyPath::Direct && self.direct_copies.private && !self.is_refused {
             SlotContent::PrivateMemory
         } else {
             SlotContent::Data
         }
-    }
-
-    /// Whether copies out of the private memory of this rank's tensors are faster than slots: the system takes longer to
-    /// find each small page than slots take to copy it twice.
-    fn is_fast_private(&self, call: &Call, memory: &dyn PeerMemory) -> bool {
-        let longest = call.layout.tensors().max_by_key(|&tensor| call.tensors(0)[tensor].buffer.len());
-        let mut ranges = longest.into_iter().flat_map(|tensor| accessed(call, tensor));
-        ranges.all(|range| range.is_empty() || memory.is_fast_private(range))
     }
 
     /// Writes the places of this rank's tensors to its slot of round `seq`.

@@ -52,10 +52,6 @@ impl Group {
         let config = CallConfig {
             single_thread_max: if oversubscribed { SINGLE_THREAD_MAX_BYTES } else { 0 },
             small_max: if topology.hosts() == 1 { small_max(region.layout()) } else { 0 },
-            private_min: match region.peer_memory() {
-                Some(memory) if topology.hosts() == 1 => memory.private_min(),
-                _ => usize::MAX,
-            },
             acc_f64: settings.acc_f64,
             ..CallConfig::new(&topology, key, links.len(), region.layout().slot)
         };

@@ -21,6 +21,25 @@ use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::log::log_line;
 
+/// Calls that may copy directly from tensor to tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DirectCopies {
+    /// Bytes of a call that only moves data from which on the ranks choose between slots and direct copies.
+    pub min: usize,
+    /// Whether they choose direct copies without measuring.
+    pub always: bool,
+    /// Whether the ranks can copy out of each other's private memory.
+    pub private: bool,
+}
+
+impl DirectCopies {
+    /// No call.
+    pub const NONE: DirectCopies = DirectCopies { min: usize::MAX, always: false, private: false };
+}
+
+/// Below this, slots are faster than system calls, and than another round of flags.
+pub const DIRECT_MIN_BYTES: usize = 32 << 10;
+
 /// Shared memory of the local ranks, addressed by offset.
 pub trait PeerMemory: Send + Sync {
     /// The offset of `range` (addresses of this process) for the other ranks; `None` if it is not shared.
@@ -29,15 +48,9 @@ pub trait PeerMemory: Send + Sync {
     /// The address in this process of `len` bytes at `offset` of rank `local_rank`; `None` if they are not shared.
     fn resolve(&self, local_rank: usize, offset: u64, len: usize) -> Option<*mut u8>;
 
-    /// The length, in bytes, from which on a call that only moves data may copy between the private memories of the
-    /// ranks; the same on all ranks of the host. `usize::MAX`: they cannot.
-    fn private_min(&self) -> usize {
-        usize::MAX
-    }
-
-    /// Whether others can copy out of `range` (addresses of this process) at the speed of memory.
-    fn is_fast_private(&self, _range: Range<usize>) -> bool {
-        false
+    /// The calls that may copy directly from tensor to tensor; the same on all ranks of the host.
+    fn direct_copies(&self) -> DirectCopies {
+        DirectCopies { min: DIRECT_MIN_BYTES, always: false, private: false }
     }
 
     /// Copies `len` bytes at `address` of the process of `local_rank` to `to`. Returns false if the system refuses.

@@ -6,11 +6,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::arena::{Arenas, PeerMemory};
+use super::arena::{Arenas, DIRECT_MIN_BYTES, DirectCopies, PeerMemory};
 use super::mailbox::memory::arena_header;
 use super::mailbox::process_memory;
 use crate::error::Result;
-use crate::pages;
 
 /// The memory that the ranks of a group on a host share outside of its region: the arenas, by local rank in the group.
 pub struct GroupArenas {
@@ -19,9 +18,6 @@ pub struct GroupArenas {
     /// The processes of the ranks, if all of them can access each other's private memory.
     processes: Option<Vec<i32>>,
 }
-
-/// Below this, slots are faster than system calls.
-const PRIVATE_MIN_BYTES: usize = 32 << 10;
 
 impl GroupArenas {
     /// The arenas of the group's ranks on this host, which have the local ranks `local_ranks` in the job. `processes`:
@@ -51,12 +47,8 @@ impl PeerMemory for GroupArenas {
         self.arenas.resolve(*self.local_ranks.get(local_rank)?, offset, len)
     }
 
-    fn private_min(&self) -> usize {
-        if self.processes.is_some() { PRIVATE_MIN_BYTES } else { usize::MAX }
-    }
-
-    fn is_fast_private(&self, range: Range<usize>) -> bool {
-        pages::is_huge(std::ptr::without_provenance(range.start + range.len() / 2))
+    fn direct_copies(&self) -> DirectCopies {
+        DirectCopies { min: DIRECT_MIN_BYTES, always: false, private: self.processes.is_some() }
     }
 
     unsafe fn read_private(&self, local_rank: usize, address: u64, to: *mut u8, len: usize) -> bool {

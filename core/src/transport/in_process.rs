@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 
-use super::arena::PeerMemory;
+use super::arena::{DirectCopies, PeerMemory};
 use super::memory::Aligned;
 use super::region_control::RegionControl;
 use super::region_layout::window;
@@ -80,6 +80,8 @@ pub enum Access {
     EvenPeer,
     /// All memory is private, and the ranks can copy out of it.
     Private,
+    /// As `Private`, and the ranks choose between slots and direct copies by measurements.
+    Measured,
     /// As `Private`, but the memory of even ranks is peer memory.
     EvenPeerOddPrivate,
     /// As `Private`, but the system refuses the copies of rank 1, from the given number on.
@@ -88,11 +90,12 @@ pub enum Access {
 
 impl Access {
     /// All kinds.
-    pub const ALL: [Access; 7] = [
+    pub const ALL: [Access; 8] = [
         Access::Slots,
         Access::Peer,
         Access::EvenPeer,
         Access::Private,
+        Access::Measured,
         Access::EvenPeerOddPrivate,
         Access::Refused(0),
         Access::Refused(3),
@@ -104,14 +107,15 @@ impl Access {
             Access::Slots => return None,
             Access::Peer => (true, false),
             Access::EvenPeer => (is_even, false),
-            Access::Private | Access::Refused(_) => (false, true),
+            Access::Private | Access::Measured | Access::Refused(_) => (false, true),
             Access::EvenPeerOddPrivate => (is_even, true),
         };
         let left = match self {
             Access::Refused(count) if rank == 1 => count,
             _ => usize::MAX,
         };
-        Some(Arc::new(ProcessMemory { peer, private, left: AtomicUsize::new(left) }))
+        let measures = self == Access::Measured;
+        Some(Arc::new(ProcessMemory { peer, private, measures, left: AtomicUsize::new(left) }))
     }
 }
 
@@ -119,6 +123,7 @@ impl Access {
 struct ProcessMemory {
     peer: bool,
     private: bool,
+    measures: bool,
     /// Copies out of private memory that succeed.
     left: AtomicUsize,
 }
@@ -143,11 +148,8 @@ impl PeerMemory for ProcessMemory {
     fn resolve(&self, _local_rank: usize, address: u64, _len: usize) -> Option<*mut u8> {
         usize::try_from(address).ok().map(std::ptr::with_exposed_provenance_mut)
     }
-    fn private_min(&self) -> usize {
-        if self.private { 1 } else { usize::MAX }
-    }
-    fn is_fast_private(&self, _range: Range<usize>) -> bool {
-        true
+    fn direct_copies(&self) -> DirectCopies {
+        if self.private { DirectCopies { min: 1, always: !self.measures, private: true } } else { DirectCopies::NONE }
     }
     unsafe fn read_private(&self, local_rank: usize, address: u64, to: *mut u8, len: usize) -> bool {
         // SAFETY: guaranteed by the caller.

@@ -127,6 +127,8 @@ pub(super) struct CallHeader {
     pub signature: AtomicU64,
     /// What the slot holds ([`super::shm_region::SlotContent`]).
     pub content: AtomicU32,
+    /// For the choice of a path, in calls that have one ([`super::shm_region::PathNote`]).
+    pub path_note: AtomicU32,
 }
 
 /// The fields that exist once per region.

@@ -57,6 +57,15 @@ pub enum SlotContent {
     PrivateMemory,
 }
 
+/// What a rank adds to a call for which there are two paths.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PathNote {
+    /// Whether the next call of the kind copies directly, if this rank decides.
+    pub direct: bool,
+    /// How long the rank has packed; at most 1 s.
+    pub packing: Duration,
+}
+
 /// Detects exited peers.
 pub trait Liveness: Send + Sync {
     /// Describes the exit of the peer with this local rank; `None` while it runs.
@@ -245,6 +254,9 @@ impl ShmRegion {
     }
 }
 
+/// The longest time in a [`PathNote`].
+const MAX_NANOS: u32 = 1_000_000_000;
+
 /// The value of the flag of a rank whose slots are made.
 const OPENED: u32 = START.wrapping_add(1);
 
@@ -379,6 +391,20 @@ impl ShmChannel {
     /// The number of rounds that may overlap.
     pub fn window(&self) -> u32 {
         self.turns + 1
+    }
+
+    /// Writes this rank's note. Call it before raising `Packed`.
+    pub fn post_path_note(&self, step: u32, note: PathNote) {
+        let nanos = u32::try_from(note.packing.as_nanos()).map_or(MAX_NANOS, |nanos| nanos.min(MAX_NANOS));
+        self.header(self.region.me, step).path_note.store(nanos << 1 | u32::from(note.direct), Ordering::Relaxed);
+    }
+
+    /// The notes of all ranks of the host, by local rank. Call it after all `Packed`.
+    pub fn path_notes(&self, step: u32) -> impl Iterator<Item = PathNote> {
+        (0..self.region.layout.ranks).map(move |rank| {
+            let note = self.header(rank, step).path_note.load(Ordering::Relaxed);
+            PathNote { direct: note & 1 != 0, packing: Duration::from_nanos((note >> 1).into()) }
+        })
     }
 
     /// Writes the call's signature and what the slot holds. Call it before raising `Packed`.

@@ -1,0 +1,267 @@
+//! The choice between copies through slots and direct copies, for calls on one host that only move data.
+//!
+//! Neither is always faster. Slots copy twice, and their lines move between the caches of two processors, which takes one
+//! to four times as long, depending on where the threads run. For direct copies the system looks up each page of private
+//! memory. So one rank times its calls, and its header says which path the next call of the same kind takes. All ranks
+//! read the same headers, so they agree.
+//! Thread rule: plain data of a channel.
+
+use std::time::{Duration, Instant};
+
+use super::call::Call;
+use super::channel::Channel;
+use super::operation::Root;
+use crate::transport::shm_region::PathNote;
+
+/// How a call moves its data on one host.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum CopyPath {
+    /// Into a slot and out of it.
+    #[default]
+    Slots,
+    /// From tensor to tensor, where the ranks can access them.
+    Direct,
+}
+
+impl CopyPath {
+    fn other(self) -> CopyPath {
+        match self {
+            CopyPath::Slots => CopyPath::Direct,
+            CopyPath::Direct => CopyPath::Slots,
+        }
+    }
+}
+
+/// Calls of one collective and of similar size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kind(usize);
+
+/// Sizes of a kind: each twice the one before it.
+const SIZES: usize = 16;
+
+impl Kind {
+    fn new(collective: i32, volume: usize, min: usize) -> Kind {
+        let size = (volume / min.max(1)).max(1).ilog2() as usize;
+        Kind(collective.unsigned_abs() as usize * SIZES + size.min(SIZES - 1))
+    }
+}
+
+/// While one path is `r` times as fast as the other, the slower one is tried again after `r` times as many calls.
+const PROBE_EVERY: f32 = 32.0;
+/// A path must be faster than this part of the time of the favorite to replace it.
+const FASTER: f32 = 0.95;
+
+/// What a rank knows of a kind.
+#[derive(Debug, Clone, Copy, Default)]
+struct KindState {
+    /// The path of the next call, on which the ranks have agreed.
+    path: CopyPath,
+    favorite: CopyPath,
+    /// Time for each byte on this rank, by path; 0: not known.
+    times: [f32; 2],
+    /// Calls since the other path was timed.
+    since_probe: f32,
+}
+
+impl KindState {
+    fn time(&self, path: CopyPath) -> f32 {
+        self.times[path as usize]
+    }
+
+    /// Adds the time of a call. A shorter time counts at once, because only delays make a call longer than usual.
+    fn add(&mut self, path: CopyPath, time: f32) {
+        let known = self.time(path);
+        self.times[path as usize] =
+            if known == 0.0 || time < known { time } else { known + (time.min(2.0 * known) - known) / 4.0 };
+        let challenger = self.favorite.other();
+        self.since_probe = if path == challenger { 0.0 } else { self.since_probe + 1.0 };
+        if self.time(challenger) > 0.0 && self.time(challenger) < FASTER * self.time(self.favorite) {
+            (self.favorite, self.since_probe) = (challenger, 0.0);
+        }
+    }
+
+    /// The path of the call after one that takes the agreed path.
+    fn next(&self) -> CopyPath {
+        let other = self.path.other();
+        if self.times.contains(&0.0) {
+            return other;
+        }
+        let challenger = self.favorite.other();
+        let ratio = self.time(challenger) / self.time(self.favorite);
+        let probes = self.path == self.favorite && self.since_probe >= PROBE_EVERY * ratio.clamp(1.0, 8.0);
+        if probes { challenger } else { self.favorite }
+    }
+}
+
+/// The state of all kinds.
+#[derive(Debug, Default)]
+pub(super) struct CopyChoice {
+    kinds: Vec<KindState>,
+}
+
+impl CopyChoice {
+    /// The path of the next call of a kind.
+    pub fn path(&self, kind: Kind) -> CopyPath {
+        self.kinds.get(kind.0).map_or_else(CopyPath::default, |state| state.path)
+    }
+
+    fn state(&mut self, kind: Kind) -> &mut KindState {
+        if self.kinds.len() <= kind.0 {
+            self.kinds.resize(kind.0 + 1, KindState::default());
+        }
+        &mut self.kinds[kind.0]
+    }
+}
+
+/// A call that has a choice, with its time without the wait for the other ranks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CallTimer {
+    kind: Kind,
+    /// The local rank that times the call.
+    timing_rank: usize,
+    path: CopyPath,
+    /// When it started; once the calls have matched, when they did.
+    since: Instant,
+    /// How long the ranks have packed, in parallel.
+    packing: Duration,
+    has_matched: bool,
+}
+
+impl Channel {
+    /// The kind of a call of which the longest block of all ranks has `total` bytes; `None`: it has no choice.
+    #[inline]
+    pub(super) fn kind(&self, call: &Call, total: usize) -> Option<Kind> {
+        let volume = total.saturating_mul(call.blocks());
+        let moves = !call.op.collective.reduces && !call.op.is_barrier();
+        let chooses = volume >= self.direct_copies.min && moves && !call.is_pinned();
+        chooses.then(|| Kind::new(call.op.collective.code, volume, self.direct_copies.min))
+    }
+
+    /// The path of a call of this kind.
+    pub(super) fn path(&self, kind: Kind) -> CopyPath {
+        if self.direct_copies.always { CopyPath::Direct } else { self.copy_choice.path(kind) }
+    }
+
+    /// The local rank that times calls like this one: one that receives data.
+    fn timing_rank(&self, call: &Call) -> usize {
+        let root = || self.topology.local_rank_of(call.op.root).unwrap_or(0);
+        match call.op.collective.root {
+            Root::None => 0,
+            Root::Target => root(),
+            Root::Source => usize::from(root() == 0 && self.topology.local_size() > 1),
+        }
+    }
+
+    /// Before the first round of a call: starts to time it, if it has a choice and this rank times it.
+    #[inline]
+    pub(super) fn start_timer(&mut self, call: &Call, kind: Option<Kind>) {
+        self.timer = kind.filter(|_| !self.direct_copies.always).map(|kind| CallTimer {
+            kind,
+            timing_rank: self.timing_rank(call),
+            path: self.path(kind),
+            since: Instant::now(),
+            packing: Duration::ZERO,
+            has_matched: false,
+        });
+    }
+
+    /// Before this rank posts round `seq` of a call that has a choice: writes its note.
+    #[inline]
+    pub(super) fn post_path_note(&mut self, seq: u32) {
+        if let Some(timer) = &self.timer
+            && !timer.has_matched
+        {
+            // Only that of the rank that times the call counts.
+            let direct = self.copy_choice.state(timer.kind).next() == CopyPath::Direct;
+            self.shm.post_path_note(seq, PathNote { direct, packing: timer.since.elapsed() });
+        }
+    }
+
+    /// After all ranks have posted round `seq`, the first one of a matched call: takes the path of the next call from
+    /// the note of the rank that times.
+    #[inline]
+    pub(super) fn agree_on_path(&mut self, seq: u32) {
+        if let Some(timer) = &mut self.timer
+            && !timer.has_matched
+        {
+            for (rank, note) in self.shm.path_notes(seq).enumerate() {
+                timer.packing = timer.packing.max(note.packing);
+                if rank == timer.timing_rank {
+                    let path = if note.direct { CopyPath::Direct } else { CopyPath::Slots };
+                    self.copy_choice.state(timer.kind).path = path;
+                }
+            }
+            (timer.has_matched, timer.since) = (true, Instant::now());
+        }
+    }
+
+    /// Ends the timing of a call, and counts it.
+    #[inline]
+    pub(super) fn end_timer(&mut self, call: &Call) {
+        if let Some(timer) = self.timer.take()
+            && timer.has_matched
+            && timer.timing_rank == self.topology.local_rank()
+        {
+            let time = timer.packing + timer.since.elapsed();
+            let bytes = self.plan.total.saturating_mul(call.blocks());
+            self.copy_choice.state(timer.kind).add(timer.path, time.as_nanos() as f32 / bytes as f32);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Runs `calls` calls that take `time(path)`; returns how many took the direct path.
+    fn run(state: &mut KindState, calls: usize, time: impl Fn(CopyPath) -> f32) -> usize {
+        (0..calls)
+            .filter(|_| {
+                let path = state.path;
+                let next = state.next();
+                state.add(path, time(path));
+                state.path = next;
+                path == CopyPath::Direct
+            })
+            .count()
+    }
+
+    fn times(slots: f32, direct: f32) -> impl Fn(CopyPath) -> f32 {
+        move |path| if path == CopyPath::Slots { slots } else { direct }
+    }
+
+    #[test]
+    fn the_faster_path_wins_and_the_other_is_tried_seldom() {
+        let mut state = KindState::default();
+        assert!(run(&mut state, 1000, times(1.0, 1.5)) <= 25);
+        let mut state = KindState::default();
+        assert!(run(&mut state, 1000, times(3.0, 1.0)) >= 985);
+    }
+
+    #[test]
+    fn a_change_of_speed_changes_the_path() {
+        let mut state = KindState::default();
+        run(&mut state, 100, times(1.0, 1.3));
+        assert!(run(&mut state, 100, times(3.0, 1.3)) >= 90, "slots became slow");
+        run(&mut state, 150, times(1.0, 1.3));
+        assert!(run(&mut state, 100, times(1.0, 1.3)) <= 5, "and fast again");
+    }
+
+    #[test]
+    fn one_delayed_call_changes_nothing() {
+        let mut state = KindState::default();
+        run(&mut state, 10, times(1.0, 1.5));
+        state.add(CopyPath::Slots, 100.0);
+        assert_eq!(state.next(), CopyPath::Slots);
+    }
+
+    #[test]
+    fn kinds_are_collectives_and_sizes() {
+        let kind = |volume| Kind::new(3, volume, 1024);
+        assert_eq!(kind(1024), kind(2047));
+        assert_ne!(kind(2047), kind(2048));
+        assert_ne!(kind(1024), Kind::new(4, 1024, 1024));
+        assert_eq!(kind(usize::MAX), kind(usize::MAX / 2), "the last size has no end");
+        assert!(kind(usize::MAX) != Kind::new(4, 0, 1024));
+    }
+}
