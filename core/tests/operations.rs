@@ -350,6 +350,30 @@ fn many_chunks_and_many_calls() {
     }
 }
 
+/// Chunks that are shorter than a slot take turns in its places, and calls of one kind take turns between paths. Calls of
+/// other lengths, and calls that do not match, come between them.
+#[test]
+fn calls_that_are_shorter_than_a_slot() {
+    for (hosts, access) in
+        [(&[2][..], Access::Slots), (&[3], Access::Slots), (&[4], Access::Measured), (&[2, 1], Access::Slots)]
+    {
+        World { slot: 512 << 10, access, ..World::new(hosts) }.run(|rank| {
+            for round in 0..3 {
+                for op in operations(rank.size, &[ReduceOp::Sum]) {
+                    for len in [2000, 2100 + round, 9000, 17, 20_000] {
+                        let ragged = round == 2 && op.pattern() != Pattern::Line;
+                        check(rank, &Case { op, tensors: vec![(DType::I32, len)], ragged, in_place: false });
+                    }
+                    let mut memory = vec![0f32; 8192 * rank.size];
+                    let buffer = Buffer::in_place(memory.as_mut_ptr().cast(), 2048 + rank.rank, DType::F32);
+                    let error = submit(rank, Op::MEAN, vec![Tensor::new(buffer, &[])], Counts::Even, "x");
+                    assert!(matches!(error, Err(Error::Mismatch(_))));
+                }
+            }
+        });
+    }
+}
+
 #[test]
 fn different_collectives_are_a_mismatch_and_the_next_calls_work() {
     for (hosts, access) in [

@@ -23,6 +23,9 @@ use crate::transport::spin::Waiter;
 use crate::transport::step::{REFRESH, START, reached};
 use crate::transport::{HostLink, NetworkModel, Phase, ShmChannel, SlotContent, WaitContext};
 
+/// Shorter chunks always have the same place in a slot, so that this memory stays in the nearest caches.
+const MIN_PLACED_BYTES: usize = 8 << 10;
+
 /// A channel; see the module's documentation.
 pub struct Channel {
     pub(super) topology: Arc<Topology>,
@@ -283,9 +286,24 @@ impl Channel {
         self.shm.raise(Phase::Unpacked, seq);
     }
 
+    /// The slots of round `seq` for a chunk of `call`, by local rank. Chunks that are shorter than their part of a slot take
+    /// turns in its places: a line that another rank has just read is still in that rank's cache, which makes writing it
+    /// slow.
+    pub(super) fn slots(&self, call: &Call, chunk: usize, seq: u32) -> &[*mut u8] {
+        let len = call.layout.chunk_len(chunk);
+        if len < MIN_PLACED_BYTES || call.agrees_on_length() {
+            return self.shm.slots(seq);
+        }
+        let layout = self.shm.region().layout();
+        let covered = len.div_ceil(layout.place_bytes());
+        let disjoint = (call.compartment() / layout.place_bytes() / covered).min(layout.places());
+        let place = (seq / self.shm.window()) as usize % disjoint.max(1) * covered;
+        self.shm.slots_at(seq, place)
+    }
+
     /// Copies this rank's input of a chunk into the slots of round `seq`, but `own` of the line.
     pub(super) fn copy_in(&self, call: &Call, chunk: usize, own: Range<usize>, seq: u32) {
-        let slots = self.shm.slots(seq);
+        let slots = self.slots(call, chunk, seq);
         if call.op.pattern() != Pattern::Line {
             // SAFETY: `begin_round` waited until all ranks had unpacked, so this rank owns its compartments.
             return unsafe { transfer::pack_blocks(call, &self.topology, chunk, slots) };
@@ -337,21 +355,21 @@ impl Channel {
     }
 
     /// On a single host: this rank's shard of a chunk.
-    pub(super) fn own_shard(&self, chunk: usize, seq: u32) -> ShardView<'_> {
-        let (shard, slots) = (self.topology.local_rank(), self.shm.slots(seq));
+    pub(super) fn own_shard(&self, call: &Call, chunk: usize, seq: u32) -> ShardView<'_> {
+        let (shard, slots) = (self.topology.local_rank(), self.slots(call, chunk, seq));
         ShardView { topology: &self.topology, shard, chunk, slots, result: slots[self.result_rank(shard)] }
     }
 
     /// Takes a chunk of a direct call once all ranks have packed.
     pub(super) fn take(&self, call: &Call, chunk: usize, seq: u32) {
-        let shard = self.own_shard(chunk, seq);
+        let shard = self.own_shard(call, chunk, seq);
         // SAFETY: all ranks have packed, and nobody writes a slot before all ranks have unpacked.
         unsafe { transfer::take_direct(call, &shard) };
     }
 
     /// Copies the results from the slots to the tensors of every tower.
     pub(super) fn unpack(&self, call: &Call, seq: u32, chunk: usize) {
-        let slots = self.shm.slots(seq);
+        let slots = self.slots(call, chunk, seq);
         if call.op.pattern() != Pattern::Line {
             // SAFETY: all shards have completed their blocks, so the slots are read-only; the call owns the tensors.
             return unsafe { transfer::take_blocks(call, &self.topology, chunk, slots) };

@@ -69,7 +69,7 @@ impl Channel {
             // Nobody waits for this flag, but it must not lag so far that it looks newer.
             self.shm.raise(Phase::Reduced, seq);
         } else {
-            let shard = self.own_shard(chunk, seq);
+            let shard = self.own_shard(call, chunk, seq);
             let slice = shard_range(&self.topology, call, chunk, shard.shard);
             // SAFETY: all ranks have packed, so this shard owns its slice in all slots.
             unsafe { transfer::reduce_slice(call, &shard, slice) };

@@ -19,6 +19,9 @@ pub const NETWORK_WINDOW: usize = if cfg!(loom) { 4 } else { 8 };
 /// The largest window. Windows are powers of two: the numbers of rounds wrap.
 pub const MAX_WINDOW: usize = NETWORK_WINDOW;
 
+/// The number of places in a slot on one host, at which shorter chunks can start.
+const SLOT_PLACES: usize = 16;
+
 /// The window of a group on `hosts` hosts.
 pub fn window(hosts: usize) -> usize {
     if hosts > 1 { NETWORK_WINDOW } else { HOST_WINDOW }
@@ -63,6 +66,16 @@ impl RegionLayout {
     /// Size of the slots of a rank in bytes.
     pub fn slots_bytes(self) -> usize {
         self.channels * self.window * self.slot
+    }
+
+    /// The number of places in a slot, at which shorter chunks can start: 1 between hosts.
+    pub fn places(self) -> usize {
+        if self.window == HOST_WINDOW { SLOT_PLACES } else { 1 }
+    }
+
+    /// The distance of the places in a slot.
+    pub fn place_bytes(self) -> usize {
+        self.slot / SLOT_PLACES / ALIGN * ALIGN
     }
 
     pub(super) fn flags_offset(self, channel: usize, rank: usize) -> usize {

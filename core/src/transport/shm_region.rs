@@ -159,9 +159,12 @@ impl ShmRegion {
         };
         let bases: Vec<*mut u8> = (0..self.layout.ranks).map(slots).collect::<Option<_>>()?;
         let of_turn = |turn: usize| {
-            let offset = self.layout.slot_offset(channel, turn);
-            let bases = bases.iter().filter(|_| turn < self.layout.window);
-            bases.map(|base| base.wrapping_add(offset)).collect()
+            let places = if turn < self.layout.window { self.layout.places() } else { 0 };
+            let of_place = |place: usize| {
+                let offset = self.layout.slot_offset(channel, turn) + place * self.layout.place_bytes();
+                bases.iter().map(move |base| base.wrapping_add(offset))
+            };
+            (0..places).flat_map(of_place).collect()
         };
         Some(Slots(std::array::from_fn(of_turn)))
     }
@@ -260,7 +263,7 @@ const MAX_NANOS: u32 = 1_000_000_000;
 /// The value of the flag of a rank whose slots are made.
 const OPENED: u32 = START.wrapping_add(1);
 
-/// The slots of a channel, by turn of the round and local rank.
+/// The slots of a channel, by turn of the round, place and local rank.
 struct Slots([Box<[*mut u8]>; MAX_WINDOW]);
 
 // SAFETY: addresses inside the channel's region, which may be used from any thread.
@@ -321,7 +324,13 @@ impl ShmChannel {
     /// The slots of all ranks in round `step`, by local rank, [`RegionLayout::slot`] bytes each. The module text
     /// defines who may access them when.
     pub fn slots(&self, step: u32) -> &[*mut u8] {
-        self.slots.get().map_or(&[], |slots| &slots.0[self.turn(step)])
+        self.slots_at(step, 0)
+    }
+
+    /// The addresses of place `place` in the slots of all ranks in round `step`; see [`RegionLayout::places`].
+    pub fn slots_at(&self, step: u32, place: usize) -> &[*mut u8] {
+        let ranks = self.region.layout.ranks;
+        self.slots.get().map_or(&[], |slots| &slots.0[self.turn(step)][place * ranks..][..ranks])
     }
 
     /// The slot of local rank `rank` in round `step`.
