@@ -40,6 +40,14 @@ def ours(tools: Tools, ranks: int, source: Path) -> list[list[str]]:
     return [[mpich_program(tools, "mpiexec"), "-n", str(ranks), path]]
 
 
+def limit(tools: Tools, ranks: int, source: Path) -> list[list[str]]:
+    """Copies of the bytes that must move."""
+    if source == MESSAGES:
+        return []
+    path = _compile(tools, mpich_program(tools, "mpicc"), "limit", source, ["-DLIMIT"])
+    return [[mpich_program(tools, "mpiexec"), "-n", str(ranks), path]]
+
+
 def mpich(tools: Tools, ranks: int, source: Path) -> list[list[str]]:
     """MPICH."""
     path = _compile(tools, mpich_program(tools, "mpicc"), "mpich", source, ["-DUSE_MPI"])
@@ -69,7 +77,7 @@ def gloo(tools: Tools, ranks: int, source: Path) -> list[list[str]]:
     return [[*worker, str(rank)] for rank in range(ranks)]
 
 
-CONTENDERS = {"dl_comm": ours, "mpich": mpich, "openmpi": openmpi, "gloo": gloo}
+CONTENDERS = {"dl_comm": ours, "limit": limit, "mpich": mpich, "openmpi": openmpi, "gloo": gloo}
 
 
 def _compile(tools: Tools, compiler: str, name: str, source: Path, flags: list[str]) -> str:
@@ -113,13 +121,13 @@ def tables(results: dict[int, dict[str, Times]]) -> str:
     """A table for each number of ranks: microseconds, and the fastest peer over ours."""
     texts = []
     for ranks, contenders in results.items():
-        rows = [["collective", "bytes", *contenders, "fastest peer / dl_comm"]]
+        rows = [["collective", "bytes", *contenders, "fastest peer / dl_comm", "dl_comm / limit"]]
         for collective, size in contenders["dl_comm"]:
             medians = {name: _median(times, collective, size) for name, times in contenders.items()}
-            peers = [value for name, value in medians.items() if name != "dl_comm" and value is not None]
-            fastest = min(peers, default=None)
+            ours, limit = medians["dl_comm"], medians.get("limit")
+            peers = [value for name, value in medians.items() if name not in ("dl_comm", "limit") and value is not None]
             cells = [number(value) for value in medians.values()]
-            rows.append([collective, str(size), *cells, ratio(fastest, medians["dl_comm"])])
+            rows.append([collective, str(size), *cells, ratio(min(peers, default=None), ours), ratio(ours, limit)])
         texts.append(f"{ranks} ranks, µs\n{grid(rows)}")
     return "\n\n".join(texts)
 
