@@ -134,11 +134,11 @@ impl CpuBounds {
     }
 }
 
-/// The smallest number of CPUs per process on a host, at least 1. Processes whose sets start at the same CPU share that
-/// set.
+/// The smallest number of CPUs per process on a host; 0: some processes share a CPU. Processes whose sets start at the
+/// same CPU share that set.
 pub fn share<'a>(bounds: impl Iterator<Item = &'a CpuBounds> + Clone) -> usize {
     let sharers = |one: &CpuBounds| bounds.clone().filter(|other| other.first == one.first).count();
-    bounds.clone().map(|one| one.count / sharers(one)).min().unwrap_or(1).max(1)
+    bounds.clone().map(|one| one.count / sharers(one)).min().unwrap_or(1)
 }
 
 /// Binds the calling thread to `cpu`.
@@ -193,7 +193,7 @@ mod tests {
         let of = |cpus: std::ops::Range<usize>| CpuBounds::of(&cpus.collect::<Vec<_>>());
         let shares = |bounds: &[CpuBounds]| share(bounds.iter());
         assert_eq!(shares(&[of(0..8); 2]), 4);
-        assert_eq!(shares(&[of(0..2); 3]), 1);
+        assert_eq!(shares(&[of(0..2); 3]), 0);
         assert_eq!(shares(&[of(0..8), of(8..16)]), 8);
         assert_eq!(shares(&[of(0..8), of(8..12)]), 4);
         assert_eq!(shares(&[]), 1);

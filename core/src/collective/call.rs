@@ -48,9 +48,20 @@ const ABSENT: &str = "\0absent";
 const MIN_STAGED_BYTES: usize = 256 << 10;
 /// Chunks per channel of a large call on device memory, so that download, reduction and upload overlap.
 const CHUNKS_PER_CHANNEL: usize = 4;
-/// Largest small call, in bytes, of those that only move data: beyond, several chunks overlap the copies of senders and
-/// receivers.
-const SMALL_MOVE_MAX: usize = 128 << 10;
+/// Bytes of all blocks of the largest small call, except allreduce and reduce: beyond, several chunks overlap the work of
+/// senders and receivers.
+const SMALL_BLOCKS_MAX: usize = 128 << 10;
+/// Bytes of a block, or of the line, in the largest small call.
+fn small_max(op: Op, config: &CallConfig) -> usize {
+    match op.pattern() {
+        _ if config.small_max == 0 => 0,
+        Pattern::Line if op.collective.reduces => config.small_max,
+        // The copies of the root and of the others follow each other.
+        Pattern::Line => SMALL_BLOCKS_MAX / 2,
+        Pattern::Gather | Pattern::Scatter | Pattern::Exchange => SMALL_BLOCKS_MAX / config.ranks,
+    }
+}
+
 /// Chunks per channel of a large broadcast: the root fills slots while the others empty them, and the first and the last
 /// chunk do not overlap.
 const BROADCAST_CHUNKS: usize = 8;
@@ -102,7 +113,7 @@ impl Call {
         let channels = config.channels_for(if knows_length { volume } else { usize::MAX });
         let share =
             total.div_ceil(if op.is_broadcast() { BROADCAST_CHUNKS } else { 2 } * channels).next_multiple_of(ALIGN);
-        let chunk = if !knows_length || total <= config.small_max {
+        let chunk = if !knows_length || total <= small_max(op, &config) {
             max_chunk
         } else {
             share.clamp(MIN_CHUNK_BYTES.min(max_chunk), max_chunk)
@@ -316,12 +327,11 @@ impl Call {
 
     /// Whether it runs in one round; the same on all ranks with the same call.
     pub fn is_small(&self) -> bool {
-        self.layout.total() <= self.config.small_max
+        self.layout.total() <= small_max(self.op, &self.config)
             && self.config.small_max > 0
             && self.layout.chunks() == 1
             && !self.wire_is_acc()
             && !self.agrees_on_length()
-            && (self.op.collective.reduces || self.volume() <= SMALL_MOVE_MAX)
     }
 
     /// The numbers of elements of a tensor's source and destination that this rank reads and writes.

@@ -19,7 +19,7 @@ pub struct CallConfig {
     pub slot: usize,
     /// How blocks share a slot.
     pub compartments: Compartments,
-    /// Largest call, in bytes, that runs in one round; 0 with several hosts.
+    /// Largest allreduce or reduce, in bytes, that runs in one round; 0 with several hosts, where no call does.
     pub small_max: usize,
     /// Largest call, in bytes, that one thread runs alone.
     pub single_thread_max: usize,

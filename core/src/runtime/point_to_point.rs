@@ -7,6 +7,7 @@ use super::state::{check_fork, started};
 use crate::buffer::View;
 use crate::error::Result;
 use crate::group::{Group, MessageOptions, Messenger};
+use crate::group_key::Members;
 use crate::lock::lock;
 use crate::log::log_line;
 use crate::p2p::{Endpoint, Hosts, Peers, Request, Status, Then};
@@ -59,11 +60,13 @@ fn make_endpoint(job: &Arc<Job>) -> Result<Endpoint> {
     let memory = ArenaMemory::new(Arc::clone(job.arenas()), topology.local_rank(), local_ranks.len());
     let names = Arc::clone(&ranks.names);
     let peers = Peers { world: local_ranks.to_vec(), names, liveness: Box::new(ranks.local_processes()) };
+    let everyone = Members::World { size: topology.size(), me: topology.rank() };
     let hosts = job.take_messages().map(|network| {
         let job = Arc::clone(job);
         Hosts { network, lost: Box::new(move |rank| job.is_lost_elsewhere(rank).then(|| "is lost".to_owned())) }
     });
-    Endpoint::new(Arc::new(memory), peers, MaxSpins::new(local_ranks.len()), hosts).inspect(Endpoint::show_process)
+    Endpoint::new(Arc::new(memory), peers, MaxSpins::new(job.cpus_per_rank(topology, &everyone)), hosts)
+        .inspect(Endpoint::show_process)
 }
 
 fn messenger(group: &Group) -> Result<&Messenger> {

@@ -38,7 +38,7 @@ impl DirectCopies {
 }
 
 /// Below this, slots are faster than system calls, and than another round of flags.
-pub const DIRECT_MIN_BYTES: usize = 32 << 10;
+pub const DIRECT_MIN_BYTES: usize = 16 << 10;
 
 /// Shared memory of the local ranks, addressed by offset.
 pub trait PeerMemory: Send + Sync {

@@ -139,6 +139,7 @@ impl Job {
         let share = agree(&config.agreement(), own.map_err(Error::clone))?;
         let (control, _) = made?;
 
+        let cpus_per_rank = self.cpus_per_rank(topology, members);
         let readable = readable.filter(|_| share.readable);
         let memory = Box::new(self.groups.region(key.hash(), local_ranks.clone(), share.control, control)?);
         let peer = |&rank: &usize| LocalPeer { rank, world: members.to_world(rank), name: names[rank].clone() };
@@ -147,7 +148,7 @@ impl Job {
         let liveness = Box::new(MemberLiveness { processes, local_ranks: local_ranks.clone() });
         let arenas = GroupArenas::new(Arc::clone(self.groups.arenas()), local_ranks, readable);
         let region =
-            ShmRegion::new(memory, layout, topology.local_rank(), peers, liveness, MaxSpins::new(layout.ranks))?
+            ShmRegion::new(memory, layout, topology.local_rank(), peers, liveness, MaxSpins::new(cpus_per_rank))?
                 .with_peer_memory(Some(Arc::new(arenas) as Arc<dyn PeerMemory>))
                 .with_departure(key.name().departure());
         let links = |channel: usize| {
@@ -161,7 +162,7 @@ impl Job {
             region: Arc::new(region),
             links: (0..config.threads).map(links).collect(),
             network: self.network_model,
-            oversubscribed: config.threads > self.processors,
+            cpus_per_rank,
             topology: Arc::clone(topology),
         })
     }

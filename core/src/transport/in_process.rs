@@ -215,7 +215,7 @@ pub fn group(
             region: Arc::new(region),
             links,
             network: NetworkModel::UNKNOWN,
-            oversubscribed: false,
+            cpus_per_rank: usize::MAX,
         })
     };
     (0..hosts.len()).map(endpoint).collect()

@@ -23,8 +23,10 @@ use super::wait_context::WaitContext;
 use crate::affinity::{self, CpuBounds};
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::group_key::Members;
 use crate::lock::lock;
 use crate::timeline;
+use crate::topology::Topology;
 
 /// The processes of the job.
 pub struct Job {
@@ -37,8 +39,8 @@ pub struct Job {
     messages: Mutex<Option<Box<dyn MessageNetwork>>>,
     /// That network, measured at start.
     pub(super) network_model: NetworkModel,
-    /// CPUs per rank: the minimum over all hosts.
-    pub(super) processors: usize,
+    /// The CPUs of the ranks.
+    cpu_bounds: Vec<CpuBounds>,
     /// The groups of this host, in its shared memory.
     pub(super) groups: Arc<GroupMemory>,
     /// How many groups this process has made, by name and members.
@@ -55,7 +57,7 @@ struct Parts {
     network: Option<Arc<dyn Network>>,
     messages: Option<Box<dyn MessageNetwork>>,
     network_model: NetworkModel,
-    processors: usize,
+    cpu_bounds: Vec<CpuBounds>,
     store_addresses: Vec<SocketAddr>,
     groups: Arc<GroupMemory>,
     detector: Option<FailureDetector>,
@@ -79,7 +81,7 @@ impl Job {
         }
         let served = settings.and(watches).and_then(|()| serve_store(&ranks));
         let made = Job::make(&ranks, &served);
-        let Parts { network, messages, network_model, processors, store_addresses, groups, detector } = made
+        let Parts { network, messages, network_model, cpu_bounds, store_addresses, groups, detector } = made
             .inspect_err(|error| {
                 // A recoverable error is equal on all ranks; they may retry.
                 if !error.is_recoverable() {
@@ -97,7 +99,7 @@ impl Job {
             network,
             messages: Mutex::new(messages),
             network_model,
-            processors,
+            cpu_bounds,
             groups,
             generations: Mutex::default(),
             detector: Mutex::new(detector),
@@ -113,7 +115,7 @@ impl Job {
         let connect = |wait_ctx: &WaitContext<'_>| ranks.bootstrap.network(&members, wait_ctx);
         let network = several_hosts.then(|| ranks.with_deadline("init_mpi", || None, connect)).transpose()?;
         let make = |wait_ctx: &WaitContext<'_>| {
-            let (processors, store_addresses) = agree_on_start(ranks, served, wait_ctx)?;
+            let (cpu_bounds, store_addresses) = agree_on_start(ranks, served, wait_ctx)?;
             let arenas = make_arenas(ranks, wait_ctx)?;
             let groups =
                 Arc::new(GroupMemory::new(arenas, topology.local_rank(), topology.local_size(), several_hosts));
@@ -123,10 +125,18 @@ impl Job {
                 network_model = measure_network(ranks, &**network, wait_ctx)?;
                 messages = Some(network.messages(wait_ctx)?);
             }
-            Ok(Parts { network: None, messages, processors, store_addresses, groups, detector, network_model })
+            Ok(Parts { network: None, messages, cpu_bounds, store_addresses, groups, detector, network_model })
         };
         let parts = ranks.with_deadline("init_mpi", || None, make)?;
         Ok(Parts { network, ..parts })
+    }
+
+    /// CPUs per rank of a group with these members, the minimum over its hosts; 0: some ranks share a CPU. Equal on all
+    /// ranks.
+    pub fn cpus_per_rank(&self, topology: &Topology, members: &Members) -> usize {
+        let bounds = |&rank: &usize| self.cpu_bounds.get(members.to_world(rank));
+        let share = |host: usize| affinity::share(topology.ranks_of(host).iter().filter_map(bounds));
+        (0..topology.hosts()).map(share).min().unwrap_or(1)
     }
 
     /// The shared memory of this host's ranks.
@@ -262,23 +272,19 @@ fn serve_store(ranks: &Ranks) -> Result<Option<Served>> {
     Ok(Some((Arc::new(ServedStore::start(listener.sockets, topology.size(), ranks.key)?), address)))
 }
 
-/// CPUs per rank, the minimum over all hosts; and the addresses of the store that rank 0 has `served`. Fails on all
+/// The CPUs of the ranks, and the addresses of the store that rank 0 has `served`. Fails on all
 /// ranks unless all have succeeded.
 fn agree_on_start(
     ranks: &Ranks,
     served: &Result<Option<Served>>,
     wait_ctx: &WaitContext<'_>,
-) -> Result<(usize, Vec<SocketAddr>)> {
+) -> Result<(Vec<CpuBounds>, Vec<SocketAddr>)> {
     let mine = served.as_ref().map_err(Error::clone).and_then(|served| {
         let address = served.as_ref().map_or(String::new(), |(_, address)| address.clone());
         Ok((CpuBounds::of(&affinity::allowed()?.0), address))
     });
     let (bounds, addresses): (Vec<CpuBounds>, Vec<String>) = ranks.agree("", mine, wait_ctx)?.into_iter().unzip();
-    let topology = &ranks.topology;
-    let share_on_host =
-        |host: usize| affinity::share(topology.ranks_of(host).iter().filter_map(|&rank| bounds.get(rank)));
-    let processors = (0..topology.hosts()).map(share_on_host).min().unwrap_or(1);
-    Ok((processors, addresses[0].split(',').filter_map(|address| address.parse().ok()).collect()))
+    Ok((bounds, addresses[0].split(',').filter_map(|address| address.parse().ok()).collect()))
 }
 
 /// Creates this rank's arena and maps those of the host's other ranks. Succeeds on all ranks or on none. The only rank

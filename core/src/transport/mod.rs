@@ -85,6 +85,6 @@ pub struct GroupResources {
     pub links: Vec<Vec<Box<dyn HostLink>>>,
     /// Cost model of the network between hosts; equal on all ranks.
     pub network: NetworkModel,
-    /// Whether some host has fewer CPUs than group threads; equal on all ranks.
-    pub oversubscribed: bool,
+    /// CPUs per rank, the minimum over all hosts; 0: some ranks share a CPU. Equal on all ranks.
+    pub cpus_per_rank: usize,
 }

@@ -6,7 +6,6 @@
 //! Thread rule: any thread.
 
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::thread;
 use std::time::Duration;
 
 /// Who waits.
@@ -36,10 +35,9 @@ pub struct MaxSpins {
 }
 
 impl MaxSpins {
-    /// For one of `local_ranks` ranks: few if they outnumber the processors.
-    pub fn new(local_ranks: usize) -> MaxSpins {
-        let cores = thread::available_parallelism().map_or(1, usize::from);
-        if local_ranks <= cores { MaxSpins { caller: 40_000, thread: 2000 } } else { MaxSpins::equal(MIN_SPINS) }
+    /// For ranks with so many CPUs each; few if ranks share CPUs.
+    pub fn new(cpus_per_rank: usize) -> MaxSpins {
+        if cpus_per_rank > 0 { MaxSpins { caller: 40_000, thread: 2000 } } else { MaxSpins::equal(MIN_SPINS) }
     }
 
     /// The same for every waiter.

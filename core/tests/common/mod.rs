@@ -103,8 +103,9 @@ impl World {
                     scope.spawn(move || {
                         let process_groups = Arc::new(ProcessGroups::default());
                         let team = |(id, endpoint): (i32, GroupResources)| {
-                            let (key, oversubscribed) = (GroupKey::team(id), self.oversubscribed);
-                            let endpoint = GroupResources { key, oversubscribed, ..endpoint };
+                            let (key, cpus_per_rank) =
+                                (GroupKey::team(id), if self.oversubscribed { 0 } else { usize::MAX });
+                            let endpoint = GroupResources { key, cpus_per_rank, ..endpoint };
                             let team = Group::start(endpoint, settings, None, Arc::clone(on_failure), &process_groups)
                                 .unwrap();
                             Rank { rank, size, team: Team::new(team) }
