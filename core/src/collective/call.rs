@@ -405,7 +405,7 @@ impl Call {
             return true;
         }
         tower.iter().all(|tensor| check_memory(op, &tensor.buffer, &self.counts, &self.config).is_ok())
-            && (op.is_broadcast() || check_overlap(self.op, &self.replicas, &self.counts, &self.config).is_ok())
+            && check_overlap(self.op, &self.replicas, &self.counts, &self.config).is_ok()
     }
 
     fn hash_call(&self) -> u64 {

@@ -63,7 +63,7 @@ pub(super) fn check(
         }
     }
     // A broadcast writes equal values.
-    if op.is_broadcast() { Ok(()) } else { check_overlap(op, replicas, counts, config) }
+    check_overlap(op, replicas, counts, config)
 }
 
 /// Rejects counts that do not fit the collective.
@@ -125,7 +125,8 @@ pub(super) fn is_plain(op: Op, buffer: &Buffer, config: &CallConfig) -> bool {
 }
 
 /// Rejects a call that would read memory that it has written: several threads run its chunks in no fixed order. The
-/// block of this rank may be the same memory in the input and in the output.
+/// block of this rank may be the same memory in the input and in the output. In a broadcast, tensors in place may share
+/// memory: parameters of a model do, and all writes are of the same bytes.
 pub(super) fn check_overlap(op: Op, replicas: &[Vec<Tensor>], counts: &Counts, config: &CallConfig) -> Result<()> {
     let (pattern, me) = (op.pattern(), config.rank);
     let mut spans = SmallVec::<[_; 8]>::new();
@@ -138,6 +139,9 @@ pub(super) fn check_overlap(op: Op, replicas: &[Vec<Tensor>], counts: &Counts, c
         let in_place = own_read == own_written && !read.is_empty() && !written.is_empty();
         match pattern {
             // The output contains the input, or the input the output.
+            Pattern::Line if op.is_broadcast() && buffer.is_in_place() => {
+                spans.push((read.start.min(written.start), read.end.max(written.end), false, index));
+            }
             Pattern::Line | Pattern::Gather if in_place => spans.push((written.start, written.end, true, index)),
             Pattern::Scatter if in_place => spans.push((read.start, read.end, true, index)),
             _ => {
@@ -174,6 +178,27 @@ mod tests {
     use crate::topology::Topology;
     use proptest::prelude::*;
 
+    /// Parameters that share memory are broadcast in place. An output is no input of another tensor.
+    #[test]
+    fn tensors_of_a_broadcast_share_memory_in_place_only() {
+        let of_rank = |rank: usize, tensors: &[(usize, usize)]| {
+            let config = CallConfig::new(&Topology::new(rank, &[0, 0]), GroupKey::team(0), 1, 4096);
+            let tensor = |&(src, dst): &(usize, usize)| {
+                let (src, dst) = (std::ptr::without_provenance(src), std::ptr::without_provenance_mut(dst));
+                Tensor::new(Buffer::new(src, dst, 16, DType::F32), &[])
+            };
+            check_overlap(Op::broadcast(0), &[tensors.iter().map(tensor).collect()], &Counts::Even, &config).is_ok()
+        };
+        for rank in 0..2 {
+            assert!(of_rank(rank, &[(64, 64), (64, 64), (80, 80)]));
+            assert!(of_rank(rank, &[(64, 256), (128, 512)]));
+            assert!(!of_rank(rank, &[(1024, 64), (2048, 64)]), "two results in one place");
+            assert!(!of_rank(rank, &[(64, 64), (1024, 80)]), "a result over another tensor");
+        }
+        assert!(!of_rank(0, &[(64, 256), (256, 512)]), "the root sends what it has written");
+        assert!(of_rank(1, &[(64, 256), (256, 512)]), "others read nothing");
+    }
+
     proptest! {
         #[test]
         fn plain_tensors_pass_the_checks(
@@ -192,7 +217,7 @@ mod tests {
             let replicas = [vec![Tensor::new(buffer, &[])]];
             // `check_overlap` adds up addresses that `check_memory` has found valid.
             let passes = check_memory(op, &buffer, &Counts::Even, &config).is_ok()
-                && (op.is_broadcast() || check_overlap(op, &replicas, &Counts::Even, &config).is_ok());
+                && check_overlap(op, &replicas, &Counts::Even, &config).is_ok();
             prop_assert!(passes || !is_plain(op, &buffer, &config));
             // Separate memory, or one tensor in place, takes the quick way.
             let apart = src.abs_diff(dst) >= 3 * len * dtype.size() || code == 1 && src == dst;
