@@ -50,7 +50,7 @@ pub struct Channel {
     /// The calls that may copy directly.
     pub(super) direct_copies: DirectCopies,
     pub(super) copy_choice: CopyChoice,
-    /// Of the call that runs, if this rank times it.
+    /// Of the call that runs, if it has a choice.
     pub(super) timer: Option<CallTimer>,
 }
 

@@ -173,7 +173,7 @@ impl Channel {
         }
     }
 
-    /// Before the first round of a call: starts to time it, if it has a choice and this rank times it.
+    /// Before the first round of a call: starts its timer, if it has a choice.
     #[inline]
     pub(super) fn start_timer(&mut self, call: &Call, kind: Option<Kind>) {
         self.timer = kind.filter(|_| !self.direct_copies.always).map(|kind| CallTimer {
