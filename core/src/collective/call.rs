@@ -48,17 +48,13 @@ const ABSENT: &str = "\0absent";
 const MIN_STAGED_BYTES: usize = 256 << 10;
 /// Chunks per channel of a large call on device memory, so that download, reduction and upload overlap.
 const CHUNKS_PER_CHANNEL: usize = 4;
-/// Bytes of all blocks of the largest small call, except allreduce and reduce: beyond, several chunks overlap the work of
-/// senders and receivers.
-const SMALL_BLOCKS_MAX: usize = 128 << 10;
 /// Bytes of a block, or of the line, in the largest small call.
 fn small_max(op: Op, config: &CallConfig) -> usize {
     match op.pattern() {
-        _ if config.small_max == 0 => 0,
         Pattern::Line if op.collective.reduces => config.small_max,
         // The copies of the root and of the others follow each other.
-        Pattern::Line => SMALL_BLOCKS_MAX / 2,
-        Pattern::Gather | Pattern::Scatter | Pattern::Exchange => SMALL_BLOCKS_MAX / config.ranks,
+        Pattern::Line => config.small_blocks_max / 2,
+        Pattern::Gather | Pattern::Scatter | Pattern::Exchange => config.small_blocks_max / config.ranks,
     }
 }
 

@@ -21,6 +21,8 @@ pub struct CallConfig {
     pub compartments: Compartments,
     /// Largest allreduce or reduce, in bytes, that runs in one round; 0 with several hosts, where no call does.
     pub small_max: usize,
+    /// Bytes of all blocks of the largest other call that runs in one round.
+    pub small_blocks_max: usize,
     /// Largest call, in bytes, that one thread runs alone.
     pub single_thread_max: usize,
     /// Whether floating-point sums are float64.
@@ -39,6 +41,7 @@ impl CallConfig {
             slot,
             compartments: Compartments::new(topology),
             small_max: 0,
+            small_blocks_max: 0,
             single_thread_max: 0,
             acc_f64: false,
         }

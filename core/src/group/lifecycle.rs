@@ -32,6 +32,9 @@ const SMALL_READ_BYTES: usize = 16 << 10;
 /// The same if ranks share CPUs: further rounds cost changes of threads.
 const SMALL_READ_BYTES_SHARED_CPUS: usize = 1 << 20;
 
+/// Bytes of all blocks of the largest other small call: beyond, several chunks overlap the work of senders and receivers.
+const SMALL_BLOCKS_MAX_BYTES: usize = 128 << 10;
+
 /// Largest small allreduce or reduce. With more channels the limit is lower, because several threads could share a larger call.
 fn small_max(layout: RegionLayout, cpus_per_rank: usize) -> usize {
     let read = if cpus_per_rank > 0 { SMALL_READ_BYTES } else { SMALL_READ_BYTES_SHARED_CPUS };
@@ -55,6 +58,7 @@ impl Group {
         let GroupResources { key, members, topology, names, region, links, network, cpus_per_rank } = resources;
         let config = CallConfig {
             single_thread_max: if links.len() > cpus_per_rank { SINGLE_THREAD_MAX_BYTES } else { 0 },
+            small_blocks_max: if topology.hosts() == 1 { SMALL_BLOCKS_MAX_BYTES } else { 0 },
             small_max: if topology.hosts() == 1 { small_max(region.layout(), cpus_per_rank) } else { 0 },
             acc_f64: settings.acc_f64,
             ..CallConfig::new(&topology, key, links.len(), region.layout().slot)

@@ -64,7 +64,8 @@ pub fn with_wait_context<T>(region: &ShmRegion, body: impl FnOnce(&WaitContext<'
 
 /// Settings of calls on one channel. Calls of at most `small_max` bytes take one exchange.
 pub fn config(topology: &Topology, small_max: usize) -> CallConfig {
-    CallConfig { small_max, ..CallConfig::new(topology, GroupKey::team(0), 1, SLOT) }
+    let small_blocks_max = small_max * topology.size().max(2);
+    CallConfig { small_max, small_blocks_max, ..CallConfig::new(topology, GroupKey::team(0), 1, SLOT) }
 }
 
 /// A call of `op` with one tensor.
