@@ -4,14 +4,10 @@
 //! to four times as long, depending on where the threads run. For direct copies the system looks up each page of private
 //! memory. So one rank times its calls, and its header says which path the next call of the same kind takes. All ranks
 //! read the same headers, so they agree.
+//! [`super::path_agreement`] has the steps of a call.
 //! Thread rule: plain data of a channel.
 
 use std::time::{Duration, Instant};
-
-use super::call::Call;
-use super::channel::Channel;
-use super::operation::Root;
-use crate::transport::shm_region::PathNote;
 
 /// How a call moves its data on one host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -40,7 +36,8 @@ pub struct Kind(usize);
 const SIZES: usize = 16;
 
 impl Kind {
-    fn new(collective: i32, volume: usize, min: usize) -> Kind {
+    /// The kind of a call of `volume` bytes; `min`: the least of a call that has a choice.
+    pub(super) fn new(collective: i32, volume: usize, min: usize) -> Kind {
         let size = (volume / min.max(1)).max(1).ilog2() as usize;
         Kind(collective.unsigned_abs() as usize * SIZES + size.min(SIZES - 1))
     }
@@ -57,9 +54,9 @@ const FASTER: f32 = 0.95;
 
 /// What a rank knows of a kind.
 #[derive(Debug, Clone, Copy, Default)]
-struct KindState {
+pub(super) struct KindState {
     /// The path of the next call, on which the ranks have agreed.
-    path: CopyPath,
+    pub path: CopyPath,
     favorite: CopyPath,
     /// Time for each byte on this rank, by path.
     times: [f32; 2],
@@ -77,7 +74,7 @@ impl KindState {
     }
 
     /// Adds the time of a call. A shorter time counts at once, because only delays make a call longer than usual.
-    fn add(&mut self, path: CopyPath, time: f32) {
+    pub fn add(&mut self, path: CopyPath, time: f32) {
         let (known, count) = (self.time(path), &mut self.first_calls[path as usize]);
         let shorter = *count == 0 || time < known;
         *count = (*count + 1).min(FIRST_CALLS);
@@ -103,7 +100,7 @@ impl KindState {
     }
 
     /// The path of the call after one that takes the agreed path.
-    fn next(&self) -> CopyPath {
+    pub fn next(&self) -> CopyPath {
         if !self.knows_both() {
             return self.path.other();
         }
@@ -126,7 +123,8 @@ impl CopyChoice {
         self.kinds.get(kind.0).map_or_else(CopyPath::default, |state| state.path)
     }
 
-    fn state(&mut self, kind: Kind) -> &mut KindState {
+    /// The state of a kind.
+    pub fn state(&mut self, kind: Kind) -> &mut KindState {
         if self.kinds.len() <= kind.0 {
             self.kinds.resize(kind.0 + 1, KindState::default());
         }
@@ -137,97 +135,15 @@ impl CopyChoice {
 /// A call that has a choice, with its time without the wait for the other ranks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CallTimer {
-    kind: Kind,
+    pub kind: Kind,
     /// The local rank that times the call.
-    timing_rank: usize,
-    path: CopyPath,
+    pub timing_rank: usize,
+    pub path: CopyPath,
     /// When it started; once the calls have matched, when they did.
-    since: Instant,
+    pub since: Instant,
     /// How long the ranks have packed, in parallel.
-    packing: Duration,
-    has_matched: bool,
-}
-
-impl Channel {
-    /// The kind of a call of which the longest block of all ranks has `total` bytes; `None`: it has no choice.
-    #[inline]
-    pub(super) fn kind(&self, call: &Call, total: usize) -> Option<Kind> {
-        let volume = total.saturating_mul(call.blocks());
-        let moves = !call.op.collective.reduces && !call.op.is_barrier();
-        let chooses = volume >= self.direct_copies.min && moves && !call.is_pinned();
-        chooses.then(|| Kind::new(call.op.collective.code, volume, self.direct_copies.min))
-    }
-
-    /// The path of a call of this kind.
-    pub(super) fn path(&self, kind: Kind) -> CopyPath {
-        if self.direct_copies.always { CopyPath::Direct } else { self.copy_choice.path(kind) }
-    }
-
-    /// The local rank that times calls like this one: one that receives data.
-    fn timing_rank(&self, call: &Call) -> usize {
-        let root = || self.topology.local_rank_of(call.op.root).unwrap_or(0);
-        match call.op.collective.root {
-            Root::None => 0,
-            Root::Target => root(),
-            Root::Source => usize::from(root() == 0 && self.topology.local_size() > 1),
-        }
-    }
-
-    /// Before the first round of a call: starts its timer, if it has a choice.
-    #[inline]
-    pub(super) fn start_timer(&mut self, call: &Call, kind: Option<Kind>) {
-        self.timer = kind.filter(|_| !self.direct_copies.always).map(|kind| CallTimer {
-            kind,
-            timing_rank: self.timing_rank(call),
-            path: self.path(kind),
-            since: Instant::now(),
-            packing: Duration::ZERO,
-            has_matched: false,
-        });
-    }
-
-    /// Before this rank posts round `seq` of a call that has a choice: writes its note.
-    #[inline]
-    pub(super) fn post_path_note(&mut self, seq: u32) {
-        if let Some(timer) = &self.timer
-            && !timer.has_matched
-        {
-            // Only that of the rank that times the call counts.
-            let direct = self.copy_choice.state(timer.kind).next() == CopyPath::Direct;
-            self.shm.post_path_note(seq, PathNote { direct, packing: timer.since.elapsed() });
-        }
-    }
-
-    /// After all ranks have posted round `seq`, the first one of a matched call: takes the path of the next call from
-    /// the note of the rank that times.
-    #[inline]
-    pub(super) fn agree_on_path(&mut self, seq: u32) {
-        if let Some(timer) = &mut self.timer
-            && !timer.has_matched
-        {
-            for (rank, note) in self.shm.path_notes(seq).enumerate() {
-                timer.packing = timer.packing.max(note.packing);
-                if rank == timer.timing_rank {
-                    let path = if note.direct { CopyPath::Direct } else { CopyPath::Slots };
-                    self.copy_choice.state(timer.kind).path = path;
-                }
-            }
-            (timer.has_matched, timer.since) = (true, Instant::now());
-        }
-    }
-
-    /// Ends the timing of a call, and counts it.
-    #[inline]
-    pub(super) fn end_timer(&mut self, call: &Call) {
-        if let Some(timer) = self.timer.take()
-            && timer.has_matched
-            && timer.timing_rank == self.topology.local_rank()
-        {
-            let time = timer.packing + timer.since.elapsed();
-            let bytes = self.plan.total.saturating_mul(call.blocks());
-            self.copy_choice.state(timer.kind).add(timer.path, time.as_nanos() as f32 / bytes as f32);
-        }
-    }
+    pub packing: Duration,
+    pub has_matched: bool,
 }
 
 #[cfg(test)]

@@ -26,6 +26,7 @@ pub mod matching;
 mod mismatch;
 mod operation;
 mod partials;
+mod path_agreement;
 mod reconcile;
 mod shard;
 mod small_message;
