@@ -165,7 +165,7 @@ impl Channel {
         let path = kind.map_or(CopyPath::Slots, |kind| self.path(kind));
         self.plan = Plan { total, path, ..Plan::default() };
         self.refresh();
-        self.start_timer(call, kind);
+        self.start_timer(call, total, kind);
         if call.is_small() && path == CopyPath::Slots {
             return self.exchange(call, wait_ctx);
         }
@@ -185,7 +185,7 @@ impl Channel {
         }
         match result {
             ChunkResult::Matched if self.plan.chunks(call) > 1 => {}
-            ChunkResult::Matched => self.end_timer(call),
+            ChunkResult::Matched => self.end_timer(),
             ChunkResult::NoAccess | ChunkResult::Mismatch => self.timer = None,
         }
         Ok(result == ChunkResult::Matched)
@@ -215,7 +215,7 @@ impl Channel {
             self.plan.zero_copy = false;
             self.run_on_host(call, chunks, true, wait_ctx)?;
         }
-        self.end_timer(call);
+        self.end_timer();
         Ok(())
     }
 

@@ -139,6 +139,8 @@ pub(super) struct CallTimer {
     /// The local rank that times the call.
     pub timing_rank: usize,
     pub path: CopyPath,
+    /// Of all blocks of a rank.
+    pub bytes: usize,
     /// When it started; once the calls have matched, when they did.
     pub since: Instant,
     /// How long the ranks have packed, in parallel.

@@ -36,13 +36,14 @@ impl Channel {
         }
     }
 
-    /// Before the first round of a call: starts its timer, if it has a choice.
+    /// Before the first round of a call of which the longest block has `total` bytes: starts its timer, if it has a choice.
     #[inline]
-    pub(super) fn start_timer(&mut self, call: &Call, kind: Option<Kind>) {
+    pub(super) fn start_timer(&mut self, call: &Call, total: usize, kind: Option<Kind>) {
         self.timer = kind.filter(|_| !self.direct_copies.always).map(|kind| CallTimer {
             kind,
             timing_rank: self.timing_rank(call),
             path: self.path(kind),
+            bytes: total.saturating_mul(call.blocks()),
             since: Instant::now(),
             packing: Duration::ZERO,
             has_matched: false,
@@ -81,14 +82,14 @@ impl Channel {
 
     /// Ends the timing of a call, and counts it.
     #[inline]
-    pub(super) fn end_timer(&mut self, call: &Call) {
+    pub(super) fn end_timer(&mut self) {
         if let Some(timer) = self.timer.take()
             && timer.has_matched
             && timer.timing_rank == self.topology.local_rank()
         {
             let time = timer.packing + timer.since.elapsed();
-            let bytes = self.plan.total.saturating_mul(call.blocks());
-            self.copy_choice.state(timer.kind).add(timer.path, time.as_nanos() as f32 / bytes as f32);
+            let state = self.copy_choice.state(timer.kind);
+            state.add(timer.path, time.as_nanos() as f32 / timer.bytes.max(1) as f32);
         }
     }
 }

@@ -40,7 +40,7 @@ impl Channel {
         if !self.is_free(seq) || kind.is_some_and(|kind| self.path(kind) == CopyPath::Direct) {
             return None;
         }
-        self.start_timer(call, kind);
+        self.start_timer(call, call.layout.total(), kind);
         self.seq = seq;
         self.copy_in(call, 0, 0..0, seq);
         Some(self.post(call, seq))
@@ -85,7 +85,7 @@ impl Channel {
             debug_assert_eq!(self.shm.zero_copy_ranks(seq), 0, "the ranks disagree on the path");
             self.agree_on_path(seq);
             self.take(call, 0, seq);
-            self.end_timer(call);
+            self.end_timer();
         } else {
             self.timer = None;
         }

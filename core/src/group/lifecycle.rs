@@ -35,7 +35,8 @@ const SMALL_READ_BYTES_SHARED_CPUS: usize = 1 << 20;
 /// Bytes of all blocks of the largest other small call: beyond, several chunks overlap the work of senders and receivers.
 const SMALL_BLOCKS_MAX_BYTES: usize = 128 << 10;
 
-/// Largest small allreduce or reduce. With more channels the limit is lower, because several threads could share a larger call.
+/// Largest small allreduce or reduce. With more channels the limit is lower, because several threads could share a larger
+/// call.
 fn small_max(layout: RegionLayout, cpus_per_rank: usize) -> usize {
     let read = if cpus_per_rank > 0 { SMALL_READ_BYTES } else { SMALL_READ_BYTES_SHARED_CPUS };
     (read / layout.ranks.saturating_sub(1).max(1) / layout.channels).min(layout.slot)
