@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dl_comm_core::error::Error;
-use dl_comm_core::p2p::{Message, Scope, Spans, Status, Then};
+use dl_comm_core::p2p::{Message, Spans, Status, Then};
 use dl_comm_core::transport::mailbox::ring::CELL_BYTES;
 use proptest::prelude::*;
 
@@ -98,17 +98,95 @@ fn a_message_that_is_too_long_fails_its_receive_only() {
     }
 }
 
+/// A receive in one call takes the messages in the same order as one that was posted before.
+#[test]
+fn a_receive_in_one_call_takes_the_message_that_a_posted_one_would() {
+    let ranks = world(2, false);
+    let mut found = [0u8; 8];
+    for (tag, data) in [(0, [1u8; 8]), (1, [2; 8]), (1, [3; 8]), (2, [4; 8])] {
+        ranks[0].send(1, tag, &data);
+    }
+    // The first message fits nothing here: it waits for a receive of its own.
+    for (tag, value) in [(Some(1), 2), (None, 1), (Some(1), 3), (None, 4)] {
+        let status = ranks[1].receive_in_one(&ranks[1].message(Some(0), tag), &mut found).unwrap();
+        assert_eq!((status.source, status.bytes, found), (0, 8, [value; 8]));
+    }
+    // A receive that was posted before has its message, although the call waits for one, too.
+    let mut before = [0u8; 8];
+    let posted = ranks[1].start_receive(Some(0), None, &mut before);
+    for value in [5, 6] {
+        ranks[0].send(1, 7, &[value; 8]);
+    }
+    ranks[1].receive_in_one(&ranks[1].message(Some(0), Some(7)), &mut found).unwrap();
+    ranks[1].wait(&posted).unwrap();
+    assert_eq!((before, found), ([5; 8], [6; 8]));
+}
+
+#[test]
+fn a_receive_in_one_call_checks_the_length() {
+    let ranks = world(2, false);
+    let mut found = [0u8; 8];
+    let message = ranks[1].message(Some(0), Some(0));
+    for len in [3, 9, CELL_BYTES + 1] {
+        ranks[0].start_send(1, 0, &bytes(1, len));
+        let exact = Message { exact: true, ..message };
+        assert!(matches!(ranks[1].receive_in_one(&exact, &mut found), Err(Error::Mismatch(_))), "{len} bytes");
+        ranks[0].start_send(1, 0, &bytes(1, len));
+        let result = ranks[1].receive_in_one(&message, &mut found);
+        match len {
+            3 => assert_eq!(result, Ok(Status { source: 0, tag: 0, bytes: 3 })),
+            _ => assert!(matches!(result, Err(Error::Invalid(_))), "{len} bytes"),
+        }
+    }
+    assert_eq!(found[3..], [0; 5]);
+}
+
+/// Calls of several threads, with started ones between them, have each its own messages.
+#[test]
+fn receives_in_one_call_of_several_threads_do_not_disturb_each_other() {
+    let ranks = world(2, false);
+    let (rounds, threads) = (300, 3);
+    run(&ranks, |number, rank| {
+        thread::scope(|scope| {
+            for tag in 0..threads {
+                scope.spawn(move || {
+                    for round in 0..rounds {
+                        // Also long ones.
+                        let len = [8, 33, 600, CELL_BYTES + 1][(round + tag as usize) % 4];
+                        let (data, mut other) = (bytes(round + number, len), vec![0; len]);
+                        let message = rank.message(Some(1 - number), Some(tag));
+                        if round % 3 == 0 {
+                            let sent = rank.start_send(1 - number, tag, &data);
+                            rank.receive_in_one(&message, &mut other).unwrap();
+                            rank.wait(&sent).unwrap();
+                        } else {
+                            // SAFETY: the memory lives until the call has ended.
+                            let both = unsafe {
+                                let receive = (&message, spans_mut(&mut other));
+                                rank.endpoint.exchange((&message, spans(&data)), receive)
+                            };
+                            assert_eq!(both.unwrap().bytes, len);
+                        }
+                        assert_eq!(other, bytes(round + 1 - number, len));
+                    }
+                });
+            }
+        });
+    });
+}
+
 #[test]
 fn groups_do_not_see_each_others_messages() {
     let ranks = world(2, false);
-    let other: Arc<dyn Scope> = Arc::new(Group { context: 8, size: 2, failure: Mutex::default() });
+    let other = Arc::new(Group { context: 8, size: 2, failure: Mutex::default() });
+    let routes = [0, 1].map(|rank: usize| ranks[rank].routes_of(&other));
     let (first, second) = ([1u8], [2u8]);
     ranks[0].send(1, 0, &first);
-    let message = Message { scope: &other, ..ranks[0].message(Some(1), Some(0)) };
+    let message = Message { group: &routes[0], ..ranks[0].message(Some(1), Some(0)) };
     // SAFETY: the memory lives.
     unsafe { ranks[0].endpoint.send(&message, spans(&second), None) }.unwrap();
     let mut found = [0u8];
-    let message = Message { scope: &other, ..ranks[1].message(None, None) };
+    let message = Message { group: &routes[1], ..ranks[1].message(None, None) };
     // SAFETY: as above.
     let request = unsafe { ranks[1].endpoint.receive(&message, spans_mut(&mut found), None) }.unwrap();
     ranks[1].wait(&request).unwrap();
@@ -192,8 +270,8 @@ fn invalid_ranks_and_a_failed_group_are_refused() {
         Some(Error::Invalid("send to rank 2 of group 7, which has 2".into()))
     );
     assert!(refused(&ranks[0].message(None, Some(0))).is_some());
-    let larger: Arc<dyn Scope> = Arc::new(Group { context: 9, size: 3, failure: Mutex::default() });
-    let error = refused(&Message { scope: &larger, ..ranks[0].message(Some(2), Some(0)) });
+    let larger = ranks[0].routes_of(&Arc::new(Group { context: 9, size: 3, failure: Mutex::default() }));
+    let error = refused(&Message { group: &larger, ..ranks[0].message(Some(2), Some(0)) });
     let text = "send to rank 2 of group 9, which is on another host; there is no network for messages between hosts";
     assert_eq!(error, Some(Error::Invalid(text.into())));
     let mut other = [0; 4];

@@ -260,15 +260,16 @@ impl Scope for Pair {
 #[test]
 fn groups_of_some_ranks_have_their_own_messages() {
     let ranks = hosts(&[2, 2]);
-    let pair: Arc<dyn Scope> = Arc::new(Pair { members: [3, 1] });
+    let pair = Arc::new(Pair { members: [3, 1] });
+    let (first_routes, last_routes) = (ranks[1].routes_of(&pair), ranks[3].routes_of(&pair));
     let (first, second) = ([1u8], vec![2u8; 20_000]);
     ranks[1].send(3, 0, &first);
     let mut found = vec![0u8; 20_000];
     // SAFETY: the memory lives until both have ended.
     let (send, receive) = unsafe {
-        let message = Message { scope: &pair, ..ranks[1].message(Some(0), Some(0)) };
+        let message = Message { group: &first_routes, ..ranks[1].message(Some(0), Some(0)) };
         let send = ranks[1].endpoint.send(&message, spans(&second), None).unwrap();
-        let message = Message { scope: &pair, ..ranks[3].message(None, None) };
+        let message = Message { group: &last_routes, ..ranks[3].message(None, None) };
         (send, ranks[3].endpoint.receive(&message, spans_mut(&mut found), None).unwrap())
     };
     assert_eq!(ranks[3].wait(&receive), Ok(Status { source: 1, tag: 0, bytes: 20_000 }));

@@ -215,7 +215,7 @@ pub(super) unsafe fn towers(
 ///
 /// # Safety
 /// `structure` is NULL or has the bytes that its size says; zeros are valid for all fields.
-pub(super) unsafe fn sized<T: Copy>(structure: *const T, required: usize, name: &str) -> Result<T> {
+pub(super) unsafe fn sized<'a, T: Copy>(structure: *const T, required: usize, name: &str) -> Result<Given<'a, T>> {
     // SAFETY: the caller's promise.
     unsafe {
         let size = *reference(structure.cast::<usize>(), name)?;
@@ -223,11 +223,31 @@ pub(super) unsafe fn sized<T: Copy>(structure: *const T, required: usize, name: 
             return Err(Error::Invalid(format!("size is {size}; set it to sizeof(dl_comm_{name}_t)")));
         }
         if size >= size_of::<T>() {
-            return Ok(structure.read());
+            return Ok(Given::Whole(&*structure));
         }
-        let mut copy = std::mem::zeroed::<T>();
-        ptr::copy_nonoverlapping(structure.cast::<u8>(), (&raw mut copy).cast(), size);
-        Ok(copy)
+        let mut copy = Box::new(std::mem::zeroed::<T>());
+        ptr::copy_nonoverlapping(structure.cast::<u8>(), (&raw mut *copy).cast(), size);
+        Ok(Given::Older(copy))
+    }
+}
+
+/// A structure of the caller.
+pub(super) enum Given<'a, T> {
+    /// As this version knows it, or a longer one.
+    Whole(&'a T),
+    /// One of an older version, with zeros for what it lacks.
+    Older(Box<T>),
+}
+
+impl<T> std::ops::Deref for Given<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        match self {
+            Given::Whole(given) => given,
+            Given::Older(copy) => copy,
+        }
     }
 }
 

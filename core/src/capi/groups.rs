@@ -83,7 +83,7 @@ pub unsafe extern "C" fn dl_comm_group_create_with(
             array(ranks, listed, "ranks")?.iter().map(rank).collect::<Result<_>>()?
         };
         let zeros = CGroupOptions { size: 0, threads: 0, timeout: 0.0, algorithm: ptr::null(), gpu_path: ptr::null() };
-        let given = if options.is_null() { zeros } else { sized(options, size_of::<usize>(), "group_options")? };
+        let given = if options.is_null() { zeros } else { *sized(options, size_of::<usize>(), "group_options")? };
         let (algorithm, gpu_path) = (text(given.algorithm), text(given.gpu_path));
         let settings = GroupOptions {
             threads: (given.threads != 0).then(|| usize::try_from(given.threads).unwrap_or(0)),

@@ -1,5 +1,6 @@
 //! C API of send and receive.
 
+use std::borrow::Cow;
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::offset_of;
 use std::ptr;
@@ -58,20 +59,23 @@ impl CStatus {
 }
 
 impl CMessage {
-    /// Calls `body` with the tensors and options.
+    /// The options; puts the tensors into `list` and the text of the name into `name`.
     ///
     /// # Safety
     /// The pointers are valid.
-    unsafe fn with<T>(&self, sends: bool, body: impl FnOnce(&Views<'_>, MessageOptions<'_>) -> Result<T>) -> Result<T> {
-        let timeout = to_timeout(self.timeout);
-        let mut list = Views::new();
+    unsafe fn read<'a, 'n>(
+        &self,
+        sends: bool,
+        list: &mut Views<'a>,
+        name: &'n mut Cow<'a, str>,
+    ) -> Result<MessageOptions<'n>> {
         // SAFETY: the caller's promise.
-        let name = unsafe {
-            views(self.buffers, self.count, &mut list)?;
-            text(self.name)
-        };
-        let options = MessageOptions::from_codes(sends, self.peer, self.tag, &name, timeout)?;
-        body(&list, MessageOptions { exact: self.exact != 0, ..options })
+        unsafe {
+            views(self.buffers, self.count, list)?;
+            *name = text(self.name);
+        }
+        let options = MessageOptions::from_codes(sends, self.peer, self.tag, name, to_timeout(self.timeout))?;
+        Ok(MessageOptions { exact: self.exact != 0, ..options })
     }
 
     fn then(&self) -> Option<Then> {
@@ -90,7 +94,9 @@ pub unsafe extern "C" fn dl_comm_send(group: *const CGroup, message: *const CMes
     status(|| unsafe {
         store(work, ptr::null_mut(), "work")?;
         let (group, message) = (&reference(group, "group")?.0, sized(message, offset_of!(CMessage, done), "message")?);
-        let sent = message.with(true, |views, options| point_to_point::send(group, views, options, message.then()))?;
+        let (mut list, mut name) = (Views::new(), Cow::default());
+        let options = message.read(true, &mut list, &mut name)?;
+        let sent = point_to_point::send(group, &list, options, message.then())?;
         store(work, Box::into_raw(Box::new(CWork::Message(sent))), "work")
     })
 }
@@ -109,8 +115,9 @@ pub unsafe extern "C" fn dl_comm_receive(
     status(|| unsafe {
         store(work, ptr::null_mut(), "work")?;
         let (group, message) = (&reference(group, "group")?.0, sized(message, offset_of!(CMessage, done), "message")?);
-        let then = message.then();
-        let received = message.with(false, |views, options| point_to_point::receive(group, views, options, then))?;
+        let (mut list, mut name) = (Views::new(), Cow::default());
+        let options = message.read(false, &mut list, &mut name)?;
+        let received = point_to_point::receive(group, &list, options, message.then())?;
         store(work, Box::into_raw(Box::new(CWork::Message(received))), "work")
     })
 }
@@ -145,30 +152,29 @@ pub unsafe extern "C" fn dl_comm_sendrecv(
     // SAFETY: the caller's promise.
     status(|| unsafe {
         let group = &reference(group, "group")?.0;
-        let read = |message: *const CMessage| {
-            let message =
-                (!message.is_null()).then(|| sized(message, offset_of!(CMessage, done), "message")).transpose()?;
-            match message {
-                Some(CMessage { done: Some(_), .. }) => {
+        let read = |message: *const CMessage| match message.is_null() {
+            true => Ok(None),
+            false => match sized(message, offset_of!(CMessage, done), "message")? {
+                given if given.done.is_some() => {
                     Err(Error::Invalid("dl_comm_sendrecv calls no `done`; use dl_comm_send and dl_comm_receive".into()))
                 }
-                message => Ok(message),
-            }
+                given => Ok(Some(given)),
+            },
         };
         let (send, receive) = (read(send)?, read(receive)?);
-        let run = |send: Option<(&Views<'_>, MessageOptions<'_>)>| {
-            let send = send.map(|(views, options)| (&views[..], options));
-            match &receive {
-                None => point_to_point::send_receive(group, send, None),
-                Some(receive) => receive.with(false, |views, options| {
-                    point_to_point::send_receive(group, send, Some((&views[..], options)))
-                }),
-            }
+        let (mut from, mut into) = (Views::new(), Views::new());
+        let (mut send_name, mut receive_name) = (Cow::default(), Cow::default());
+        let send = match &send {
+            Some(message) => Some(message.read(true, &mut from, &mut send_name)?),
+            None => None,
         };
-        let received = match &send {
-            None => run(None),
-            Some(send) => send.with(true, |views, options| run(Some((views, options)))),
-        }?;
+        let receive = match &receive {
+            Some(message) => Some(message.read(false, &mut into, &mut receive_name)?),
+            None => None,
+        };
+        let send = send.map(|options| (&from[..], options));
+        let receive = receive.map(|options| (&into[..], options));
+        let received = point_to_point::send_receive(group, send, receive)?;
         match received {
             Some(received) if !result.is_null() => store(result, CStatus::of(received)?, "status"),
             _ => Ok(()),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::state::GroupState;
 use crate::error::Error;
-use crate::p2p::{Endpoint, Scope};
+use crate::p2p::{Endpoint, GroupRoutes, Scope};
 
 impl Scope for GroupState {
     fn context(&self) -> u64 {
@@ -37,17 +37,18 @@ impl Scope for GroupState {
 /// A group's way to send and receive.
 pub struct Messenger {
     endpoint: Arc<Endpoint>,
-    scope: Arc<dyn Scope>,
+    routes: GroupRoutes,
 }
 
 impl Messenger {
     /// Sends and receives through `endpoint` for a group.
     pub(super) fn new(endpoint: Arc<Endpoint>, state: &Arc<GroupState>) -> Messenger {
-        Messenger { endpoint, scope: Arc::clone(state) as Arc<dyn Scope> }
+        let routes = endpoint.routes(Arc::clone(state) as Arc<dyn Scope>);
+        Messenger { endpoint, routes }
     }
 
-    pub(super) fn scope(&self) -> &Arc<dyn Scope> {
-        &self.scope
+    pub(super) fn routes(&self) -> &GroupRoutes {
+        &self.routes
     }
 
     /// The end of this process's mailboxes.

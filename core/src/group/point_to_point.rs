@@ -107,23 +107,29 @@ impl Group {
         send: Option<(&[View<'_>], MessageOptions<'_>)>,
         receive: Option<(&[View<'_>], MessageOptions<'_>)>,
     ) -> Result<Option<Status>> {
-        let send = match send {
-            Some((views, options)) => Some((self.message(messenger, options), sources(views)?)),
-            None => None,
-        };
-        let receive = match receive {
-            Some((views, options)) => Some((self.message(messenger, options), destinations(views)?)),
-            None => None,
-        };
-        let (send, from) = send.unzip();
-        let (receive, into) = receive.unzip();
+        let endpoint = messenger.endpoint();
         // SAFETY: guaranteed by the caller.
-        unsafe { messenger.endpoint().exchange(send.as_ref().zip(from), receive.as_ref().zip(into)) }
+        unsafe {
+            match (send, receive) {
+                (None, None) => Ok(None),
+                (Some((views, options)), None) => {
+                    endpoint.send_now(&self.message(messenger, options), sources(views)?)?;
+                    Ok(None)
+                }
+                (None, Some((views, options))) => {
+                    endpoint.receive_now(&self.message(messenger, options), destinations(views)?).map(Some)
+                }
+                (Some((from, send)), Some((into, receive))) => {
+                    let (send, receive) = (self.message(messenger, send), self.message(messenger, receive));
+                    endpoint.exchange((&send, sources(from)?), (&receive, destinations(into)?)).map(Some)
+                }
+            }
+        }
     }
 
     fn message<'a>(&self, messenger: &'a Messenger, options: MessageOptions<'a>) -> Message<'a> {
         let MessageOptions { peer, tag, name, timeout, exact } = options;
-        Message { scope: messenger.scope(), peer, tag, name, deadline: self.shared.deadline(timeout), exact }
+        Message { group: messenger.routes(), peer, tag, name, deadline: self.shared.deadline(timeout), exact }
     }
 }
 

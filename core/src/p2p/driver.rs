@@ -12,7 +12,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::outgoing::Finished;
-use super::progress::State;
+use super::progress::{Short, ShortReceive, State};
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::log::log_line;
@@ -28,6 +28,8 @@ const CALLER: u32 = 1;
 /// The thread drives.
 const THREAD: u32 = 2;
 
+/// Polls for a short message before its receive is posted.
+const SHORT_SPINS: u32 = 500;
 /// Interval at which deadlines and other ranks are checked.
 const CHECK_EVERY: Duration = Duration::from_millis(20);
 /// A driver that always has something to do reads the clock after this many polls.
@@ -163,6 +165,29 @@ impl Shared {
         let mut state = lock(&self.state);
         let moved = state.look();
         self.give_out(state) || moved
+    }
+
+    /// Receives a short message of local rank `from` that is there or comes soon, without a request. `None`: the receive
+    /// must be posted. For a caller that waits.
+    ///
+    /// # Safety
+    /// The memory of the receive is valid.
+    pub unsafe fn receive_short(&self, from: usize, receive: &ShortReceive<'_>) -> Option<(u32, usize)> {
+        // A driver may sleep; and what is under way needs progress.
+        if self.driver.load(Ordering::Relaxed) != NOBODY || self.pending.load(Ordering::Relaxed) > 0 {
+            return None;
+        }
+        let mut state = self.state.try_lock().ok().filter(|state| state.matching.is_empty(receive.context))?;
+        for _ in 0..self.spins.get(Waiter::Caller).min(SHORT_SPINS) {
+            // SAFETY: guaranteed by the caller.
+            match unsafe { state.take_short(from, receive) } {
+                Short::Taken { tag, bytes } => return Some((tag, bytes)),
+                Short::Other => return None,
+                Short::NotYet if self.wanting.load(Ordering::Relaxed) > 0 => return None,
+                Short::NotYet => std::hint::spin_loop(),
+            }
+        }
+        None
     }
 
     /// Looks once, unless another thread drives.

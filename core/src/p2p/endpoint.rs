@@ -11,10 +11,11 @@ use super::incoming::Receive;
 use super::matching::Pattern;
 use super::message::{Limits, Scope, Spans, Status};
 use super::outgoing::{Send, send_short};
-use super::progress::{Peers, State};
+use super::progress::{Peers, ShortReceive, State};
 use super::remote::{Hosts, Remote};
 use super::remote_progress::closed;
 use super::request::{Request, Then};
+use super::routes::{GroupRoutes, Route};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::signals;
@@ -32,19 +33,11 @@ pub struct Endpoint {
     has_network: bool,
 }
 
-/// Where a message goes.
-#[derive(Clone, Copy)]
-enum Route {
-    /// To a local rank.
-    Local(usize),
-    /// To a rank of the job, on another host.
-    Far(usize),
-}
-
 /// What a send or receive is told, beside its memory.
+#[derive(Clone, Copy)]
 pub struct Message<'a> {
-    /// The group.
-    pub scope: &'a Arc<dyn Scope>,
+    /// The group, from [`Endpoint::routes`].
+    pub group: &'a GroupRoutes,
     /// The other rank, in the group; `None` for any (receives only).
     pub peer: Option<usize>,
     /// The tag; `None` for any (receives only).
@@ -57,10 +50,28 @@ pub struct Message<'a> {
     pub exact: bool,
 }
 
+/// A send on its way.
+struct Outbound {
+    /// Its rank of the group.
+    to: usize,
+    route: Route,
+    envelope: Envelope,
+}
+
+impl Outbound {
+    fn world(&self, message: &Message<'_>) -> usize {
+        message.group.scope().to_world(self.to)
+    }
+
+    fn status(&self, message: &Message<'_>) -> Status {
+        Status { source: message.group.me(), tag: self.envelope.tag, bytes: self.envelope.total as usize }
+    }
+}
+
 impl Message<'_> {
     fn limits(&self) -> Limits {
         Limits {
-            scope: Arc::clone(self.scope),
+            scope: Arc::clone(self.group.scope()),
             name: self.name.to_owned(),
             since: Instant::now(),
             deadline: self.deadline,
@@ -92,31 +103,9 @@ impl Endpoint {
         process_memory::show(header(&*self.memory, self.memory.me()));
     }
 
-    /// The rank in the job of a rank of the group that this rank can reach.
-    fn reach(&self, message: &Message<'_>, rank: usize, what: &str) -> Result<usize> {
-        let size = message.scope.size();
-        if rank >= size {
-            return Err(Error::Invalid(format!("{what} rank {rank} of {}, which has {size}", message.scope.name())));
-        }
-        let world = message.scope.to_world(rank);
-        if self.has_network || self.peers.local(world).is_some() {
-            return Ok(world);
-        }
-        Err(Error::Invalid(format!(
-            "{what} rank {rank} of {}, which is on another host; there is no network for messages between hosts",
-            message.scope.name()
-        )))
-    }
-
-    /// Whether a rank of another host may send the message.
-    fn awaits_network(&self, message: &Message<'_>, source: Option<usize>) -> bool {
-        let (scope, peers) = (message.scope, &self.peers);
-        let is_far = |world: usize| peers.local(world).is_none();
-        self.has_network
-            && match source {
-                Some(world) => is_far(world),
-                None => scope.size() > peers.world.len() || (0..scope.size()).any(|rank| is_far(scope.to_world(rank))),
-            }
+    /// The routes to the ranks of a group.
+    pub fn routes(&self, scope: Arc<dyn Scope>) -> GroupRoutes {
+        GroupRoutes::new(scope, &self.peers, self.peers.world[self.memory.me()], self.has_network)
     }
 
     fn check(&self, message: &Message<'_>) -> Result<()> {
@@ -126,37 +115,34 @@ impl Endpoint {
         if signals::checking() {
             return Err(Error::State("the signal check of dl_comm must not send or receive".into()));
         }
-        message.scope.failure().map_or(Ok(()), Err)
+        message.group.scope().failure().map_or(Ok(()), Err)
     }
 
     /// Where a send goes, and what its cell says.
-    fn route(&self, message: &Message<'_>, len: usize) -> Result<(Route, Envelope, Status)> {
+    fn route(&self, message: &Message<'_>, len: usize) -> Result<Outbound> {
         self.check(message)?;
-        let (Some(peer), Some(tag)) = (message.peer, message.tag) else {
+        let (Some(to), Some(tag)) = (message.peer, message.tag) else {
             return Err(Error::Invalid("a send needs a rank and a tag".into()));
         };
-        let world = self.reach(message, peer, "send to")?;
-        let to = self.peers.local(world).map_or(Route::Far(world), Route::Local);
-        let me = self.peers.world[self.memory.me()];
-        let status = Status { source: message.scope.of_world(me).unwrap_or(me), tag, bytes: len };
-        Ok((to, Envelope { context: message.scope.context(), total: len as u64, tag, kind: 0 }, status))
+        let route = message.group.to(to, "send to")?;
+        let envelope = Envelope { context: message.group.context(), total: len as u64, tag, kind: 0 };
+        Ok(Outbound { to, route, envelope })
     }
 
     /// Sends a message that needs no waiting: short, with room in the ring or at the other host's rank.
     ///
     /// # Safety
     /// The memory of `from` is valid.
-    unsafe fn send_at_once(&self, to: Route, envelope: Envelope, from: &Spans) -> Result<bool> {
-        let to = match to {
-            Route::Local(to) => to,
-            Route::Far(world) => {
-                return self.shared.with(0, |state| match &mut state.remote {
-                    // SAFETY: guaranteed by the caller.
-                    Some(remote) => unsafe { remote.send_short(world, envelope, from) },
-                    None => Err(closed()),
-                });
-            }
+    unsafe fn send_at_once(&self, message: &Message<'_>, sent: &Outbound, from: &Spans) -> Result<bool> {
+        let Outbound { route, envelope, .. } = *sent;
+        let Route::Local(to) = route else {
+            return self.shared.with(0, |state| match &mut state.remote {
+                // SAFETY: guaranteed by the caller.
+                Some(remote) => unsafe { remote.send_short(sent.world(message), envelope, from) },
+                None => Err(closed()),
+            });
         };
+        let to = to as usize;
         if to == self.memory.me() || from.len() > CELL_BYTES {
             return Ok(false);
         }
@@ -175,34 +161,27 @@ impl Endpoint {
     /// # Safety
     /// The memory of `from` is valid and not written until the send has ended.
     pub unsafe fn send(&self, message: &Message<'_>, from: Spans, then: Option<Then>) -> Result<Arc<Request>> {
-        let (to, envelope, status) = self.route(message, from.len())?;
+        let sent = self.route(message, from.len())?;
         let request = Arc::new(Request::new(then));
         // SAFETY: guaranteed by the caller.
-        if unsafe { self.send_at_once(to, envelope, &from) }? {
-            request.finish(Ok(status));
+        if unsafe { self.send_at_once(message, &sent, &from) }? {
+            request.finish(Ok(sent.status(message)));
             if self.has_network {
                 self.shared.ensure_thread();
             }
             return Ok(request);
         }
-        self.start_send(&request, to, envelope, status, message, from);
+        self.start_send(&request, &sent, message, from);
         self.shared.ensure_thread();
         Ok(request)
     }
 
-    fn start_send(
-        &self,
-        request: &Arc<Request>,
-        to: Route,
-        envelope: Envelope,
-        status: Status,
-        message: &Message<'_>,
-        from: Spans,
-    ) {
+    fn start_send(&self, request: &Arc<Request>, sent: &Outbound, message: &Message<'_>, from: Spans) {
+        let (envelope, status) = (sent.envelope, sent.status(message));
         let send = Send { request: Arc::clone(request), limits: message.limits(), envelope, from, status };
-        self.shared.with(1, |state| match to {
-            Route::Local(to) => state.send(to, send),
-            Route::Far(world) => state.send_far(world, send),
+        self.shared.with(1, |state| match sent.route {
+            Route::Local(to) => state.send(to as usize, send),
+            Route::Far | Route::Unreachable => state.send_far(sent.world(message), send),
         });
     }
 
@@ -214,68 +193,121 @@ impl Endpoint {
     /// # Safety
     /// The memory of `into` is valid and used by nobody else until the receive has ended.
     pub unsafe fn receive(&self, message: &Message<'_>, into: Spans, then: Option<Then>) -> Result<Arc<Request>> {
-        let request = self.start_receive(message, into, then)?;
+        self.check_receive(message)?;
+        let request = self.start_receive(message, into, then);
         if request.result().is_none() {
             self.shared.ensure_thread();
         }
         Ok(request)
     }
 
-    fn start_receive(&self, message: &Message<'_>, into: Spans, then: Option<Then>) -> Result<Arc<Request>> {
+    /// Whether a receive can start.
+    fn check_receive(&self, message: &Message<'_>) -> Result<()> {
         self.check(message)?;
-        let source = message.peer.map(|peer| self.reach(message, peer, "receive from")).transpose()?;
+        message.peer.map_or(Ok(()), |peer| message.group.to(peer, "receive from").map(drop))
+    }
+
+    fn start_receive(&self, message: &Message<'_>, into: Spans, then: Option<Then>) -> Arc<Request> {
         let request = Arc::new(Request::new(then));
-        let awaits_network = self.awaits_network(message, source);
+        let Message { group, peer, tag, exact, .. } = *message;
         let receive = Receive {
             request: Arc::clone(&request),
             limits: message.limits(),
             into,
-            exact: message.exact,
-            awaits_network,
+            exact,
+            awaits_network: group.awaits_network(peer),
         };
-        self.shared.with(1, |state| state.receive(Pattern { source, tag: message.tag }, receive));
-        Ok(request)
+        let source = peer.map(|peer| group.scope().to_world(peer));
+        self.shared.with(1, |state| state.receive(Pattern { source, tag }, receive));
+        request
     }
 
-    /// Sends and receives, and waits for both. Either may be missing.
+    /// Receives a short message from a rank of this host that is there or comes soon.
+    ///
+    /// # Safety
+    /// The memory of `into` is valid.
+    #[inline]
+    unsafe fn receive_short(&self, message: &Message<'_>, into: &Spans) -> Option<Status> {
+        let Message { group, peer, tag, exact, .. } = *message;
+        let source = peer?;
+        let Ok(Route::Local(from)) = group.to(source, "") else { return None };
+        let from = from as usize;
+        if into.len() > CELL_BYTES || from == self.memory.me() {
+            return None;
+        }
+        let receive = ShortReceive { context: group.context(), tag, into, exact };
+        // SAFETY: guaranteed by the caller.
+        let (tag, bytes) = unsafe { self.shared.receive_short(from, &receive) }?;
+        Some(Status { source, tag, bytes })
+    }
+
+    /// Sends, and waits.
+    ///
+    /// # Errors
+    /// Those of the send.
+    ///
+    /// # Safety
+    /// The memory of `from` is valid.
+    pub unsafe fn send_now(&self, message: &Message<'_>, from: Spans) -> Result<()> {
+        let sent = self.route(message, from.len())?;
+        // SAFETY: guaranteed by the caller.
+        if !unsafe { self.send_at_once(message, &sent, &from) }? {
+            let request = Arc::new(Request::default());
+            self.start_send(&request, &sent, message, from);
+            self.wait(&request, None)?;
+        }
+        if self.has_network {
+            self.shared.ensure_thread();
+        }
+        Ok(())
+    }
+
+    /// Receives, and waits.
+    ///
+    /// # Errors
+    /// Those of the receive.
+    ///
+    /// # Safety
+    /// The memory of `into` is valid and used by nobody else.
+    pub unsafe fn receive_now(&self, message: &Message<'_>, into: Spans) -> Result<Status> {
+        self.check_receive(message)?;
+        // SAFETY: guaranteed by the caller.
+        if let Some(status) = unsafe { self.receive_short(message, &into) } {
+            return Ok(status);
+        }
+        self.wait(&self.start_receive(message, into, None), None)
+    }
+
+    /// Sends and receives, and waits for both.
     ///
     /// # Errors
     /// The first error of the two.
     ///
     /// # Safety
-    /// As for [`Endpoint::send`] and [`Endpoint::receive`].
+    /// As for [`Endpoint::send_now`] and [`Endpoint::receive_now`].
     pub unsafe fn exchange(
         &self,
-        send: Option<(&Message<'_>, Spans)>,
-        receive: Option<(&Message<'_>, Spans)>,
-    ) -> Result<Option<Status>> {
-        let sent = match &send {
-            Some((message, from)) => Some(self.route(message, from.len())?),
-            None => None,
-        };
-        let received = match receive {
-            Some((message, into)) => Some(self.start_receive(message, into, None)?),
-            None => None,
-        };
-        let mut waits = Ok(());
-        if let (Some((message, from)), Some((to, envelope, status))) = (send, sent) {
-            // SAFETY: guaranteed by the caller.
-            match unsafe { self.send_at_once(to, envelope, &from) } {
-                Ok(true) => {}
-                Ok(false) => {
-                    let request = Arc::new(Request::default());
-                    self.start_send(&request, to, envelope, status, message, from);
-                    waits = self.wait(&request, None).map(drop);
-                }
-                Err(error) => waits = Err(error),
+        (message, from): (&Message<'_>, Spans),
+        (expected, into): (&Message<'_>, Spans),
+    ) -> Result<Status> {
+        let sent = self.route(message, from.len())?;
+        self.check_receive(expected)?;
+        // SAFETY: guaranteed by the caller.
+        if unsafe { self.send_at_once(message, &sent, &from) }? {
+            if self.has_network {
+                self.shared.ensure_thread();
             }
+            // SAFETY: guaranteed by the caller.
+            return unsafe { self.receive_now(expected, into) };
         }
-        if self.has_network {
-            self.shared.ensure_thread();
-        }
+        // The other rank may take this message only once it has this rank's receive.
+        let received = self.start_receive(expected, into, None);
+        let request = Arc::new(Request::default());
+        self.start_send(&request, &sent, message, from);
+        let waited = self.wait(&request, None);
         // The receive has a deadline of its own; its memory must not be given back before it has ended.
-        let status = received.map(|request| self.wait(&request, None)).transpose();
-        waits.and(status)
+        let status = self.wait(&received, None);
+        waited.and(status)
     }
 
     /// The result of a send or receive, if it has ended. Makes progress, and does not block.

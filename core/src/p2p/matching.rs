@@ -60,6 +60,12 @@ impl<R, M> Matching<R, M> {
         self.contexts.entry(context).or_insert_with(empty)
     }
 
+    /// Whether the context has neither receives nor messages.
+    #[inline]
+    pub fn is_empty(&self, context: u64) -> bool {
+        self.contexts.get(&context).is_none_or(|context| context.posted.is_empty() && context.early.is_empty())
+    }
+
     /// Removes the first receive that fits a message.
     pub fn receive_for(&mut self, context: u64, source: usize, tag: u32) -> Option<R> {
         let posted = &mut self.contexts.get_mut(&context)?.posted;

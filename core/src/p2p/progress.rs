@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use super::incoming::{Body, Early, IncomingFrom, Receive, change};
 use super::matching::{Matching, Pattern};
-use super::message::{Limits, Status};
+use super::message::{Limits, Spans, Status};
 use super::outgoing::{Finished, Outgoing, Send};
 use super::remote::{Arrival, Remote};
 use super::request::Request;
 use crate::error::{Error, Result};
-use crate::transport::mailbox::ring::{Arrived, CELL_BYTES, LONG, LongEnvelope, LongState};
+use crate::transport::mailbox::ring::{Arrived, CELL_BYTES, Envelope, LONG, LongEnvelope, LongState};
 use crate::transport::mailbox::{Mailbox, has_departed};
 use crate::transport::shm_region::Liveness;
 
@@ -46,6 +46,26 @@ impl Peers {
     pub fn name(&self, world: usize) -> &str {
         self.names.get(world).map_or("an unknown rank", String::as_str)
     }
+}
+
+/// A receive from one rank of the host whose caller waits, before it is posted.
+pub struct ShortReceive<'a> {
+    pub context: u64,
+    /// The tag; `None` for any.
+    pub tag: Option<u32>,
+    pub into: &'a Spans,
+    /// Whether the message must be as long as `into`.
+    pub exact: bool,
+}
+
+/// What such a receive finds.
+pub enum Short {
+    /// Its message, which is now in its memory.
+    Taken { tag: u32, bytes: usize },
+    /// No message.
+    NotYet,
+    /// A message that needs the general way.
+    Other,
 }
 
 /// See the module's documentation.
@@ -241,16 +261,40 @@ impl State {
         self.finished.push((receive.request, result));
     }
 
+    /// Gives the cell of the message that was peeked at back to its sender.
+    #[inline]
+    fn take_cell(&mut self, from: usize) {
+        if self.mailbox.inbox(from).is_some_and(|inbox| inbox.ring.take()) {
+            self.mailbox.notify(from);
+        }
+    }
+
+    /// Takes the next message of `from` if it fits `receive`, which is not posted.
+    ///
+    /// # Safety
+    /// The memory of the receive is valid.
+    #[inline]
+    pub unsafe fn take_short(&mut self, from: usize, receive: &ShortReceive<'_>) -> Short {
+        let Some(message) = self.mailbox.inbox(from).and_then(|inbox| inbox.ring.peek()) else { return Short::NotYet };
+        let Envelope { context, total, tag, kind } = message.envelope;
+        let (total, room) = (total as usize, receive.into.len());
+        let fits = total == room || (total < room && !receive.exact);
+        if kind == LONG || !fits || context != receive.context || receive.tag.is_some_and(|wanted| wanted != tag) {
+            return Short::Other;
+        }
+        // SAFETY: the cell has these bytes; the caller keeps its memory valid; the message fits.
+        unsafe { receive.into.write(0, message.data, total) };
+        self.take_cell(from);
+        Short::Taken { tag, bytes: total }
+    }
+
     /// Handles what has come from `rank`.
     fn receive_from(&mut self, from: usize) -> bool {
         let mut moved = false;
         for _ in 0..BATCH {
             let Some(message) = self.mailbox.inbox(from).and_then(|inbox| inbox.ring.peek()) else { break };
             self.arrived(from, &message);
-            let wants_room = self.mailbox.inbox(from).is_some_and(|inbox| inbox.ring.take());
-            if wants_room {
-                self.mailbox.notify(from);
-            }
+            self.take_cell(from);
             moved = true;
         }
         if !self.incoming[from].is_idle() {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use dl_comm_core::deadline::{Deadline, SetBy};
 use dl_comm_core::error::{Error, Result};
-use dl_comm_core::p2p::{Endpoint, Hosts, Message, Peers, Request, Scope, Spans, Status};
+use dl_comm_core::p2p::{Endpoint, GroupRoutes, Hosts, Message, Peers, Request, Scope, Spans, Status};
 use dl_comm_core::transport::in_process_messages::ThreadMessages;
 use dl_comm_core::transport::mailbox::memory::HeapMemory;
 use dl_comm_core::transport::shm_region::Liveness;
@@ -54,7 +54,7 @@ impl Liveness for Lost {
 
 pub struct Rank {
     pub endpoint: Endpoint,
-    pub scope: Arc<dyn Scope>,
+    pub routes: GroupRoutes,
     pub group: Arc<Group>,
 }
 
@@ -80,11 +80,8 @@ pub fn hosts_with(sizes: &[usize], shares: bool, lost: &Lost, networks: Vec<Thre
             let hosts = networks
                 .next()
                 .map(|network| Hosts { network: Box::new(network), lost: Box::new(move |rank| far.lost(rank)) });
-            ranks.push(Rank {
-                endpoint: Endpoint::new(Arc::new(memory), peers, MaxSpins::equal(100), hosts).unwrap(),
-                scope,
-                group,
-            });
+            let endpoint = Endpoint::new(Arc::new(memory), peers, MaxSpins::equal(100), hosts).unwrap();
+            ranks.push(Rank { routes: endpoint.routes(scope), endpoint, group });
         }
     }
     ranks
@@ -130,13 +127,18 @@ pub fn spans_mut(data: &mut [u8]) -> Spans {
 impl Rank {
     pub fn message(&self, peer: Option<usize>, tag: Option<u32>) -> Message<'_> {
         Message {
-            scope: &self.scope,
+            group: &self.routes,
             peer,
             tag,
             name: "",
             deadline: deadline(Some(Duration::from_secs(60))),
             exact: false,
         }
+    }
+
+    /// The routes to the ranks of another group.
+    pub fn routes_of(&self, scope: &Arc<impl Scope + 'static>) -> GroupRoutes {
+        self.endpoint.routes(Arc::clone(scope) as Arc<dyn Scope>)
     }
 
     pub fn start_send(&self, to: usize, tag: u32, data: &[u8]) -> Arc<Request> {
@@ -155,6 +157,12 @@ impl Rank {
 
     pub fn send(&self, to: usize, tag: u32, data: &[u8]) {
         self.wait(&self.start_send(to, tag, data)).unwrap();
+    }
+
+    /// Receives in one call, which may find a short message before its receive is posted.
+    pub fn receive_in_one(&self, message: &Message<'_>, data: &mut [u8]) -> Result<Status> {
+        // SAFETY: the memory lives until the call has ended.
+        unsafe { self.endpoint.receive_now(message, spans_mut(data)) }
     }
 
     pub fn receive(&self, from: Option<usize>, tag: Option<u32>, data: &mut [u8]) -> Result<Status> {
