@@ -24,7 +24,6 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
         pytest.param("tensorflow", "scaled_lr", ["logs"], r"loss 0\.000\d\d\d", marks=pytest.mark.heavy),
         pytest.param("keras", "scaled_lr", ["model.keras"], r"loss [01]\.\d+", marks=pytest.mark.heavy),
         ("torch", "shard", [], r"evaluation: error 0\.00\d+ of 101\n"),
-        ("tensorflow", "shard", [], r"evaluation: loss 0\.34\d+ of 101\n"),
         ("keras", "shard", [], r"evaluation: loss 1\.36\d+ of 101\n"),
     ],
 )
