@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds and tests wheels of this checkout: one wheel for each MPI, for every Python, torch and TensorFlow. Each case
 # installs it into a separate environment and runs tests/smoke.py on 2 ranks.  tests/wheels.sh [CASE...]
-# A case is PYTHON/MPI/REQUIREMENT, such as 3.12/mpich/torch==2.13.0 (numpy: no framework), or sdist. Prints a row of the
-# table in docs/wheels.md for each case. Needs the interpreters python3.10 to python3.13 on the PATH for their cases.
+# A case is PYTHON/MPI/REQUIREMENT, such as 3.12/mpich/torch==2.13.0 (numpy: no framework), or sdist. Prints a row of a
+# table for each case; docs/wheels.md has the summary. Needs python3.10 to python3.13 on the PATH for their cases.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD

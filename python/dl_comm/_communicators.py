@@ -29,7 +29,7 @@ class Communicator:
 
     Attributes:
         level: 0 is the level of all ranks.
-        key: What this rank has pushed.
+        key: The key that this rank has pushed.
         local: The ranks of the level below with the same key.
         cross: The ranks of the level below that have this rank's place in their local groups. In a tree the first ranks
             of the local groups; None on the other ranks.
@@ -248,7 +248,7 @@ def grid(*, group: Group | None = None, **axes: int) -> Grid:
 
     Args:
         group: The ranks; None: all.
-        **axes: Their extents, whose product is the number of ranks; one may be -1: what is left.
+        **axes: Their extents, whose product is the number of ranks; one may be -1: the rest.
 
     Raises:
         ArgumentError: The product is not the number of ranks, or an axis has a name that Grid uses.

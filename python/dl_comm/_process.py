@@ -45,8 +45,8 @@ def init_mpi(
     process is rank 0 of 1. A launcher that starts MPI inside of a rank of torchrun comes first. ``docs/run.md`` has
     examples. ``topology()["launcher"]`` names it.
 
-    With ``rank`` and ``size``, the process becomes a rank as the program decides: for Ray and others. A process that a
-    rank has started then becomes a rank of another job.
+    With ``rank`` and ``size``, the program sets the rank, for example under Ray. A process that a rank has started then
+    becomes a rank of another job.
 
     Args:
         rank: The rank of this process, from 0.
@@ -150,7 +150,7 @@ def init(
     address: str | None = None,
     key: str | None = None,
 ) -> None:
-    """Starts dl_comm. Collective, with the same arguments on all ranks (but ``rank``).
+    """Starts dl_comm. Collective; all arguments but ``rank`` are the same on all ranks.
 
     Args:
         nthread_per_team: Threads per team, at least 1; None: ``DL_COMM_DEFAULT_NTHREADS``, else 2.

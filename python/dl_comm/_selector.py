@@ -123,7 +123,7 @@ class CollectiveSelector(_View):
 def collective_availability(cpu: bool = True, gpu: bool = True) -> str:
     """Prints and returns a table of the collectives and their implementations, by device and hosts.
 
-    A GPU's column says ``unavailable`` where this process has no GPU. ``auto`` alone: through copies in host memory.
+    A GPU's column says ``unavailable`` where this process has no GPU. ``auto`` alone means copies in host memory.
     """
     devices = [device for device, shown in zip(_DEVICES, (cpu, gpu), strict=True) if shown]
     columns = [(device, hosts, "sync") for device in devices for hosts in _HOSTS]

@@ -16,26 +16,32 @@ from dl_comm import _dl_comm
 from launch import launch, run
 
 ROOT = Path(__file__).parents[2]
-PORTING = (ROOT / "docs/porting.md").read_text()
 
 
-def blocks(section: str, language: str) -> list[str]:
-    """The code blocks of a section of the porting page: the serial script, then the parallel one."""
-    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", PORTING, re.MULTILINE | re.DOTALL)
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+def scripts(page: str, section: str = "") -> tuple[str, str]:
+    """The serial and the parallel script of a page, or of its section, which has their difference."""
+    text = (ROOT / "docs" / page).read_text()
+    if section:
+        (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    serial, parallel = (
+        "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith(sign)) for sign in "+-"
+    )
+    return serial, parallel
 
 
 @pytest.mark.parametrize(
-    "section",
+    ("page", "section"),
     [
-        "NumPy",
-        "PyTorch",
-        "Keras",
-        *(pytest.param(name, marks=pytest.mark.heavy) for name in ("TensorFlow", "TensorFlow 1")),
+        ("porting.md", "NumPy"),
+        ("torch.md", ""),
+        ("keras.md", ""),
+        ("tensorflow.md", ""),
+        pytest.param("porting.md", "TensorFlow 1", marks=pytest.mark.heavy),
     ],
 )
-def test_the_parallel_script_ends_where_the_serial_one_does(section: str, tmp_path: Path) -> None:
-    serial, parallel = blocks(section, "python")
+def test_the_parallel_script_ends_where_the_serial_one_does(page: str, section: str, tmp_path: Path) -> None:
+    serial, parallel = scripts(page, section)
     command = [sys.executable, "-m", "dl_comm.tf1"] if section == "TensorFlow 1" else [sys.executable]
     losses = []
     for name, text, ranks in (("serial", serial, 0), ("parallel", parallel, 1), ("parallel", parallel, 2)):
@@ -50,7 +56,7 @@ def test_the_parallel_script_ends_where_the_serial_one_does(section: str, tmp_pa
 
 
 def test_the_c_programs_end_with_the_same_weight(tmp_path: Path) -> None:
-    serial, parallel = blocks("C", "c")
+    serial, parallel = scripts("porting.md", "C")
     package = Path(dl_comm.__file__).parent
     weights = []
     for name, text, flags in (

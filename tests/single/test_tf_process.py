@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -330,15 +329,3 @@ main()
 )
 def test_the_porting_guides_script(tmp_path, ranks):
     assert run(tmp_path, ranks, PORTING_GUIDE).count("fine") == ranks
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.heavy), 2])
-def test_the_script_of_the_documentation(tmp_path, ranks):
-    page = Path(__file__).resolve().parents[2] / "docs" / "tensorflow.md"
-    path = tmp_path / "script.py"
-    path.write_text(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0])
-    result = launch(ranks, [sys.executable, str(path)], timeout=120, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
-    assert result.returncode == 0, result.output
-    losses = re.findall(rf"rank \d of {ranks}: loss ([0-9.]+), same weights: True", result.output)
-    assert len(losses) == ranks, result.output
-    assert len(set(losses)) == 1

@@ -11,7 +11,7 @@ use crate::timings::{Activity, WaitTarget};
 use crate::topology::Topology;
 
 impl Group {
-    /// The statistics as documented in `docs/diagnosis.md`.
+    /// The statistics, which the docstring of `dl_comm.stats` describes.
     pub fn stats(&self) -> Value {
         let totals = self.shared.recorder.totals();
         let [copied, waited, reduced, network] = totals.activities;

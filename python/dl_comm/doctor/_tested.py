@@ -1,4 +1,4 @@
-"""The tested versions: the table of docs/wheels.md, which ``tests/wheels.sh`` prints."""
+"""The tested versions: the table of docs/wheels.md, results of ``tests/wheels.sh``."""
 
 from __future__ import annotations
 
