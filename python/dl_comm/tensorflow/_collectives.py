@@ -95,9 +95,12 @@ def allreduce(
         dl_comm.CommError: The call failed; a graph raises `tf.errors`, see `dl_comm.error_of`.
     """
     operator, factors = operator_code(op, prescale, postscale)
-    given = _ops.listed(x) if isinstance(x, (list, tuple)) else [x]
+    is_list = isinstance(x, (list, tuple))
+    if sparse_as_dense or not (is_list or isinstance(x, tf.IndexedSlices)):
+        return _Call("allreduce", x, group, name, timeout).run(_ops.ALLREDUCE, operator=operator, factors=factors)
+    given = _ops.listed(x) if is_list else [x]
     sparse = [i for i, value in enumerate(given) if isinstance(value, tf.IndexedSlices)]
-    if not sparse or sparse_as_dense:
+    if not sparse:
         return _Call("allreduce", x, group, name, timeout).run(_ops.ALLREDUCE, operator=operator, factors=factors)
     dense = [value for i, value in enumerate(given) if i not in sparse]
     options: dict[str, Any] = {"group": group, "name": name, "timeout": timeout}
@@ -105,7 +108,7 @@ def allreduce(
     results = [
         _reduced_slices(value, op, factors, options) if i in sparse else next(reduced) for i, value in enumerate(given)
     ]
-    return results if isinstance(x, (list, tuple)) else results[0]
+    return results if is_list else results[0]
 
 
 @no_autograph

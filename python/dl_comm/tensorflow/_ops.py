@@ -53,6 +53,7 @@ _ADASUM, _ = operator_code("adasum", *NO_FACTORS)
 # The default of torch's DistributedDataParallel.
 BUCKET_BYTES = 25 << 20
 
+_NOWHERE = contextlib.nullcontext()
 _counters: weakref.WeakKeyDictionary[tf.Graph, Counter[tuple[str, int | str]]] = weakref.WeakKeyDictionary()
 _counters_lock = threading.Lock()
 
@@ -61,7 +62,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def no_autograph(function: _Function) -> _Function:
     """Exclude a function from AutoGraph, which rewrites the Python code that a `tf.function` calls."""
-    return cast(_Function, tf.autograph.experimental.do_not_convert(function))
+    excluded = tf.autograph.experimental.do_not_convert(function)
+
+    @functools.wraps(excluded)  # with the mark by which AutoGraph knows it
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # An eager call has no AutoGraph, whose context takes longer than a small call.
+        return (function if tf.executing_eagerly() else excluded)(*args, **kwargs)
+
+    return cast(_Function, call)
 
 
 @functools.cache
@@ -81,7 +89,7 @@ def library() -> Any:
 def run(op: str, **arguments: Any) -> Any:
     """Run an op, or add it to the graph. In eager mode, raise the error of dl_comm that it reports."""
     try:
-        return getattr(library(), op)(**arguments)
+        return _function(op)(**arguments)
     except tf.errors.OpError as error:
         known = translate(error)
         if known is error:
@@ -92,6 +100,11 @@ def run(op: str, **arguments: Any) -> Any:
         if "KeyboardInterrupt" in str(error):
             raise KeyboardInterrupt from error
         raise
+
+
+@functools.cache
+def _function(op: str) -> Callable[..., Any]:
+    return cast(Callable[..., Any], getattr(library(), op))
 
 
 def core_id() -> int:
@@ -193,7 +206,6 @@ def broadcast_new(
         )
 
 
-@no_autograph
 def collective(
     code: int,
     tensors: Sequence[tf.Tensor],
@@ -378,7 +390,7 @@ def placement(on_host: bool) -> AbstractContextManager[Any]:
     """
     if _has_gpus() and (on_host or not tf.test.is_built_with_cuda()):
         return cast(AbstractContextManager[Any], tf.device("CPU:0"))
-    return contextlib.nullcontext()
+    return _NOWHERE
 
 
 @functools.cache
