@@ -87,6 +87,22 @@ def test_collectives(fake_cuda: Path, ranks: int, path: str) -> None:
     assert not finished.left
 
 
+@pytest.mark.parametrize(
+    ("ranks", "path"),
+    [(3, "nccl"), (2, "ipc")]
+    + [
+        pytest.param(*each, marks=pytest.mark.heavy)
+        for each in [(1, "nccl"), (2, "nccl"), (3, "ipc"), (3, "ipc, the host waits"), (3, "staged in small chunks")]
+    ],
+    ids=str,
+)
+def test_ranks_that_join(fake_cuda: Path, ranks: int, path: str) -> None:
+    command = ["-m", "pytest", "-x", "-q", str(PROGRAMS / "test_join.py")]
+    finished = start(fake_cuda, ranks, command, 200, **PATHS[path], **SLOW)
+    assert finished.returncode == 0, finished.output
+    assert not finished.left
+
+
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_results_with_other_drivers(fake_cuda: Path, tmp_path: Path, driver: str) -> None:
     settings = {name: str(tmp_path) if value == "DISK" else value for name, value in DRIVERS[driver].items()}
