@@ -50,30 +50,46 @@ def _core() -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(dl_comm.__file__).with_name("libdl_comm.so.0")))
 
 
-def device_collective(
-    collective: int,
-    lists: list[tuple[int, int, int]],
-    gpu: int,
-    stream: int,
-    root: int = 0,
-    counts: list[int] | None = None,
-    blocks_host: bool = False,
-) -> int:
-    """Runs a collective with the sum on float32 numbers of a GPU; returns the status of the C API.
+class DeviceWork:
+    """A started collective on the tensors of a GPU."""
 
-    ``lists``: addresses of source and destination, and numbers of elements.
-    """
-    core, group = _core(), ctypes.c_void_p()
-    buffers = (_Buffer * len(lists))(*(_Buffer(*each, FLOAT32, 0, None) for each in lists))
-    device = _Device(gpu, stream, int(blocks_host))
-    lengths = (ctypes.c_size_t * len(counts))(*counts) if counts else None
-    call = _Call(size=ctypes.sizeof(_Call), collective=collective, root=root, count=len(lists))
-    call.buffers, call.device = ctypes.addressof(buffers), ctypes.addressof(device)
-    call.send_counts = ctypes.addressof(lengths) if lengths is not None else None
-    assert core.dl_comm_team_group(0, ctypes.byref(group)) == 0
-    status = int(core.dl_comm_run(group, ctypes.byref(call)))
-    assert core.dl_comm_group_free(group) == 0
-    return status
+    def __init__(
+        self,
+        collective: int,
+        lists: list[tuple[int, int, int, int]],
+        device: tuple[int, int],
+        *,
+        reduce: int = 0,
+        root: int = 0,
+        send_counts: list[int] | None = None,
+        receive_counts: list[int] | None = None,
+        factors: tuple[float, float] = (1.0, 1.0),
+        blocks_host: bool = False,
+        name: str = "",
+        team: int = 0,
+    ) -> None:
+        """Start it on the group of a team.
+
+        ``lists``: addresses of source and destination, numbers of elements, types; ``device``: the GPU and the stream.
+        """
+        self._core, self._work, group = _core(), ctypes.c_void_p(), ctypes.c_void_p()
+        buffers = (_Buffer * len(lists))(*(_Buffer(*each, 0, None) for each in lists))
+        where, title = _Device(*device, int(blocks_host)), ctypes.create_string_buffer(name.encode())
+        counts = [(ctypes.c_size_t * len(each))(*each) if each else None for each in (send_counts, receive_counts)]
+        call = _Call(size=ctypes.sizeof(_Call), collective=collective, reduce=reduce, root=root, count=len(lists))
+        call.buffers, call.device, call.name = map(ctypes.addressof, (buffers, where, title))
+        call.send_counts, call.receive_counts = (None if each is None else ctypes.addressof(each) for each in counts)
+        call.prescale, call.postscale = factors
+        assert self._core.dl_comm_team_group(team, ctypes.byref(group)) == 0
+        self.status = int(self._core.dl_comm_start(group, ctypes.byref(call), ctypes.byref(self._work)))
+        assert self._core.dl_comm_group_free(group) == 0
+
+    def wait(self) -> int:
+        """Wait for its end, and return the status of the C API."""
+        if self.status == 0:
+            self.status = int(self._core.dl_comm_wait(self._work, ctypes.c_double(-1)))
+            assert self._core.dl_comm_work_free(self._work) == 0
+        return self.status
 
 
 def blocking_device_call(address: int, length: int, gpu: int, stream: int, name: str) -> int:

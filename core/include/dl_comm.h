@@ -245,7 +245,8 @@ struct dl_comm_device;
  * those that it receives; every pair of ranks must agree.
  * - `name`: part of the signature and of messages; may be NULL.
  * - `timeout`: the deadline in seconds; 0 for the group's, negative for none.
- * - `device`: the GPU of the tensors; NULL for host memory. All but ALLREDUCE and BROADCAST go through host memory.
+ * - `device`: the GPU of the tensors; NULL for host memory. Without NCCL, all but ALLREDUCE and BROADCAST go through
+ *   host memory.
  * - `done`: dl_comm_start only; called once when the call has ended, with 0 or an error code and its message, on a
  *   thread of the group. It must not block, and may start calls. */
 typedef struct dl_comm_call {
@@ -332,11 +333,11 @@ int dl_comm_work_free(dl_comm_work_t* work);
 int dl_comm_run(const dl_comm_group_t* group, const dl_comm_call_t* call);
 
 /* For ranks with less data than others: contributes zeros to the sums and means that the other ranks make on the group,
- * in host memory, and takes part in their barriers, until all ranks have called it. NULL: on all teams. A mean still
- * divides by the number of ranks. Stores the rank that was the last in `last` (may be NULL). `timeout` in seconds; 0 or
- * negative: no limit, since the other ranks may have much data. Other calls of the other ranks fail on them with
- * DL_COMM_ERROR_MISMATCH. Not for teams with a schedule of non-blocking calls. Afterwards the groups may be used again.
- * Collective. */
+ * and takes part in their barriers, until all ranks have called it. Calls on GPUs go through host memory then. NULL: on
+ * all teams. A mean still divides by the number of ranks. Stores the rank that was the last in `last` (may be NULL).
+ * `timeout` in seconds; 0 or negative: no limit, since the other ranks may have much data. Other calls of the other
+ * ranks fail on them with DL_COMM_ERROR_MISMATCH. Not for teams with a schedule of non-blocking calls. Afterwards the
+ * groups may be used again. Collective. */
 int dl_comm_join(const dl_comm_group_t* group, double timeout, int* last);
 
 /* ---- Send and receive ---------------------------------------------------------------------------------------------

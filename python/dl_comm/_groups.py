@@ -225,10 +225,10 @@ def join(*, group: Group | None = None, timeout: float | None = None) -> int:
     """For ranks with less data than others: contributes zeros to their calls until all ranks have joined. Collective.
 
     Call it after the last step. The other ranks may still call ``gradients``, ``average``, ``average_metrics`` and
-    ``barrier``, use their optimizers, and make sums and means of ``allreduce``, on tensors in host memory of any
-    framework. A mean still divides by the number of ranks. Other calls of theirs raise MismatchError on them. Then
-    broadcast the parameters of the rank that it returns: the others have missed steps. Afterwards everything goes on as
-    before. As Horovod's ``join``.
+    ``barrier``, use their optimizers, and make sums and means of ``allreduce``, on tensors of any framework, also on
+    GPUs (through host memory then). A mean still divides by the number of ranks. Other calls of theirs raise
+    MismatchError on them. Then broadcast the parameters of the rank that it returns: the others have missed steps.
+    Afterwards everything goes on as before. As Horovod's ``join``.
 
     Args:
         group: Of the calls; None: all teams, which is what ``gradients`` and the collectives without a group use.

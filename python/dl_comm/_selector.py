@@ -35,7 +35,9 @@ _hierarchies: dict[tuple[int, int], Group] = {}
 def implementations(collective: str, device: str = "cpu", hosts: str = "singlenode", mode: str = "sync") -> list[str]:
     """The implementations of a collective. ``auto`` leaves the choice to the core; ``flat`` too, but ignores a span."""
     if device == "gpu":
-        return ["auto", *(_PATHS if collective in ("allreduce", "broadcast") else ())]
+        # The other paths copy what is neither an allreduce nor a broadcast to host memory.
+        paths = _PATHS if collective in ("allreduce", "broadcast") else _PATHS[:1]
+        return ["auto", *(paths if collective != "barrier" else ())]
     known = ["auto", "flat"]
     if collective == "allreduce" and mode == "sync":
         known.append("hierarchical")
@@ -123,7 +125,7 @@ class CollectiveSelector(_View):
 def collective_availability(cpu: bool = True, gpu: bool = True) -> str:
     """Prints and returns a table of the collectives and their implementations, by device and hosts.
 
-    A GPU's column says ``unavailable`` where this process has no GPU. ``auto`` alone means copies in host memory.
+    A GPU's column says ``unavailable`` where this process has no GPU.
     """
     devices = [device for device, shown in zip(_DEVICES, (cpu, gpu), strict=True) if shown]
     columns = [(device, hosts, "sync") for device in devices for hosts in _HOSTS]

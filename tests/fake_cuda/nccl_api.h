@@ -24,7 +24,9 @@ enum ncclDataType_t : int {
   ncclInt8 = 0,
   ncclUint8 = 1,
   ncclInt32 = 2,
+  ncclUint32 = 3,
   ncclInt64 = 4,
+  ncclUint64 = 5,
   ncclFloat16 = 6,
   ncclFloat32 = 7,
   ncclFloat64 = 8,
@@ -34,6 +36,9 @@ enum ncclDataType_t : int {
 // Higher values are handles of user-defined reductions.
 using ncclRedOp_t = int;
 constexpr ncclRedOp_t ncclSum = 0;
+constexpr ncclRedOp_t ncclProd = 1;
+constexpr ncclRedOp_t ncclMax = 2;
+constexpr ncclRedOp_t ncclMin = 3;
 constexpr ncclRedOp_t ncclAvg = 4;
 constexpr ncclRedOp_t ncclNumOps = 5;
 

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "abort.h"
 
@@ -72,6 +73,33 @@ struct Small {
   static Bits narrow(Sum sum) { return Half<kMantissa>::narrow(sum); }
 };
 
+// The value of a sum's type as an element has it: unsigned sums of signed integers have no order.
+template <class Type, class Sum>
+bool less(Sum a, Sum b) {
+  if constexpr (std::is_floating_point_v<Sum>) {
+    return a < b;
+  } else {
+    return Type::narrow(a) < Type::narrow(b);
+  }
+}
+
+template <class Type, class Sum>
+Sum combine(ncclRedOp_t op, Sum a, Sum b) {
+  switch (op) {
+    case ncclProd:
+      return static_cast<Sum>(a * b);
+    case ncclMax:
+    case ncclMin:
+      if constexpr (std::is_floating_point_v<Sum>) {
+        if (std::isnan(a)) return b;
+        if (std::isnan(b)) return a;
+      }
+      return less<Type>(a, b) == (op == ncclMin) ? a : b;
+    default:
+      return static_cast<Sum>(a + b);
+  }
+}
+
 template <class Type>
 void reduce_as(const Reduction& reduction, const std::vector<const char*>& sources, char* target, std::size_t count) {
   using Bits = typename Type::Bits;
@@ -86,7 +114,7 @@ void reduce_as(const Reduction& reduction, const std::vector<const char*>& sourc
       std::memcpy(&bits, sources[s] + i * sizeof bits, sizeof bits);
       Sum value = Type::widen(bits);
       if (reduction.scaled) value = static_cast<Sum>(value * scalar);
-      sum = s == 0 ? value : static_cast<Sum>(sum + value);
+      sum = s == 0 ? value : combine<Type>(reduction.op, sum, value);
     }
     Bits result = Type::narrow(sum);
     if (reduction.divisor != 1) result = static_cast<Bits>(result / static_cast<Bits>(reduction.divisor));
@@ -113,9 +141,11 @@ std::size_t size_of(ncclDataType_t dtype) {
     case ncclBfloat16:
       return 2;
     case ncclInt32:
+    case ncclUint32:
     case ncclFloat32:
       return 4;
     case ncclInt64:
+    case ncclUint64:
     case ncclFloat64:
       return 8;
   }
@@ -152,6 +182,10 @@ void reduce(ncclDataType_t dtype, const Reduction& reduction, const std::vector<
       return reduce_as<Whole<std::int32_t, std::uint32_t>>(reduction, sources, target, count);
     case ncclInt64:
       return reduce_as<Whole<std::int64_t, std::uint64_t>>(reduction, sources, target, count);
+    case ncclUint32:
+      return reduce_as<Whole<std::uint32_t, std::uint32_t>>(reduction, sources, target, count);
+    case ncclUint64:
+      return reduce_as<Whole<std::uint64_t, std::uint64_t>>(reduction, sources, target, count);
     case ncclFloat16:
       return reduce_as<Small<10>>(reduction, sources, target, count);
     case ncclBfloat16:

@@ -57,8 +57,11 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
   // Used by one operation at a time: that with number `finished`.
   Segment segment;
-  // Numbers of operations enqueued on streams, and of those that have run.
+  // Numbers of operations enqueued on streams, and of those that have run. Ranks differ in them, since not all take
+  // part in all messages.
   std::atomic<std::uint64_t> issued{0}, finished{0};
+  // The number of collective operations, the same on all ranks.
+  std::atomic<std::uint64_t> collectives{0};
   std::atomic<bool> finalised{false};
 
   std::mutex lock;
@@ -74,11 +77,18 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
 Handles<Comm, ncclComm_t>& comms();
 
+// The reduction of an operator; fails if the communicator has none for the type.
+ncclResult_t find_reduction(Comm& comm, ncclRedOp_t op, ncclDataType_t dtype, UserReduction* how);
+
+struct Message;
+
 // Stores the message for ncclGetLastError and returns `result`.
 ncclResult_t failed(ncclResult_t result, const std::string& message);
 // The communicator of a handle; fails while it has work in progress, or after an error.
 ncclResult_t need_ready(ncclComm_t handle, std::shared_ptr<Comm>* comm);
 // Runs the job, or defers it to the end of the thread's group. Returns the result of the NCCL call.
 ncclResult_t submit(const std::shared_ptr<Comm>& comm, Comm::Job job);
+// As `submit`, for a message, which joins the others of the group. Messages of a group are on one stream.
+ncclResult_t submit_message(const std::shared_ptr<Comm>& comm, CUstream stream, const Message& message);
 
 }  // namespace fake

@@ -140,6 +140,35 @@ const char* Segment::buffer(int rank) const {
   return reinterpret_cast<const char*>(header_) + kHeaderBytes + static_cast<std::size_t>(rank) * kChunk;
 }
 
+char* Segment::pair_buffer(int from, int to) const {
+  const std::size_t index = static_cast<std::size_t>(from) * kMaxRanks + static_cast<std::size_t>(to);
+  return reinterpret_cast<char*>(header_) + kPairStart + index * kMessageChunk;
+}
+
+char* Segment::fill_message(int peer) {
+  const PairEntry& pair = header_->pairs[rank_][peer];
+  return pair.posted == pair.read ? pair_buffer(rank_, peer) : nullptr;
+}
+
+void Segment::post_message(int peer, const MessageHeader& header) {
+  PairEntry& pair = header_->pairs[rank_][peer];
+  pair.header = header;
+  ++pair.posted;
+}
+
+const char* Segment::next_message(int peer, const MessageHeader& header) {
+  const PairEntry& pair = header_->pairs[peer][rank_];
+  if (pair.posted == pair.read) return nullptr;
+  if (pair.header.bytes != header.bytes || pair.header.dtype != header.dtype) {
+    die("NCCL message from rank %d to rank %d: %llu bytes of dtype %d are sent, %llu of dtype %d expected", peer, rank_,
+        static_cast<unsigned long long>(pair.header.bytes), pair.header.dtype,
+        static_cast<unsigned long long>(header.bytes), header.dtype);
+  }
+  return pair_buffer(peer, rank_);
+}
+
+void Segment::message_read(int peer) { ++header_->pairs[peer][rank_].read; }
+
 void Segment::done() { header_->entries[rank_].read = round_; }
 
 }  // namespace fake

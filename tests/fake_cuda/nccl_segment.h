@@ -2,6 +2,7 @@
 //
 // It works in rounds. In a round each rank fills its buffer, posts it, waits for the others, reads their buffers, and
 // marks them as read. A rank fills its buffer again only after all ranks have read it.
+// Each pair of ranks also has a buffer for the parts of messages, one after the other.
 //
 // Thread rule: one thread at a time writes a rank's entry. The last rank to arrive unlinks the file, or else its
 // creator at exit.
@@ -17,6 +18,14 @@ namespace fake {
 
 constexpr int kMaxRanks = 64;
 constexpr std::size_t kChunk = 256 << 10;
+// Of a part of a message.
+constexpr std::size_t kMessageChunk = 32 << 10;
+
+// A message, as both ranks describe it.
+struct MessageHeader {
+  std::uint64_t bytes = 0;
+  int dtype = 0;
+};
 
 // An operation; must be equal on all ranks.
 struct Task {
@@ -59,6 +68,15 @@ class Segment {
   // Marks the buffers of this round as read by this rank.
   void done();
 
+  // The buffer for the next part of a message to `peer`; null while the peer has not read the last one.
+  char* fill_message(int peer);
+  // Gives the part to the peer.
+  void post_message(int peer, const MessageHeader& header);
+  // The next part of a message from `peer`; null if there is none yet. Dies if the peer describes it otherwise.
+  const char* next_message(int peer, const MessageHeader& header);
+  // Marks that part as read.
+  void message_read(int peer);
+
  private:
   struct RankEntry {
     std::atomic<bool> taken;
@@ -67,15 +85,24 @@ class Segment {
     Task task;
     std::atomic<std::uint64_t> posted, read;
   };
+  // The parts of messages from one rank to another.
+  struct PairEntry {
+    std::atomic<std::uint64_t> posted, read;
+    MessageHeader header;
+  };
   struct Header {
     std::atomic<int> nranks, arrived, ready;
     RankEntry entries[kMaxRanks];
+    PairEntry pairs[kMaxRanks][kMaxRanks];
   };
   // Offset of the buffers.
-  static constexpr std::size_t kHeaderBytes = 16384;
-  static constexpr std::size_t kBytes = kHeaderBytes + kMaxRanks * kChunk;
+  static constexpr std::size_t kHeaderBytes = 256 << 10;
+  // Offset of the buffers of pairs. Pages that nobody uses take no memory.
+  static constexpr std::size_t kPairStart = kHeaderBytes + kMaxRanks * kChunk;
+  static constexpr std::size_t kBytes = kPairStart + std::size_t{kMaxRanks} * kMaxRanks * kMessageChunk;
   static_assert(sizeof(Header) <= kHeaderBytes);
 
+  char* pair_buffer(int from, int to) const;
   static void check_same(const Task& own, const Task& other, int own_rank, int other_rank);
 
   std::string name_;

@@ -17,7 +17,7 @@ from arrays import Array, Stream, counters, use
 from fake import Chunks, alloc_async, alloc_managed
 
 import dl_comm
-from device_calls import blocking_device_call, device_collective
+from device_calls import blocking_device_call
 
 DTYPES = ["f2", "f4", "f8", "i1", "u1", "i4", "i8"]
 GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
@@ -232,55 +232,6 @@ def test_what_was_freed_is_given_back_at_the_next_long_call() -> None:
     dl_comm.barrier()
     assert counters()[1] < before + large.host.nbytes
     small.free()
-
-
-@pytest.mark.parametrize("blocks_host", [False, True])
-@pytest.mark.parametrize("length", [1, 1000, 100001])
-def test_every_collective_takes_arrays_of_a_gpu(length: int, blocks_host: bool) -> None:
-    """Those without a path of their own go through copies in host memory."""
-    rank, size = dl_comm.rank(), dl_comm.size()
-    stream = Stream()
-
-    def numbers(other: int, blocks: int) -> np.ndarray:
-        return (np.arange(blocks * length) % 11 + other).astype("f4")
-
-    total = sum(numbers(other, size) for other in range(size))
-    mine = slice(rank * length, (rank + 1) * length)
-    joined = np.concatenate([numbers(other, 1) for other in range(size)])
-    exchanged = np.concatenate([numbers(other, size)[mine] for other in range(size)])
-    root = size - 1
-    at_root = rank == root
-    # Collective, blocks of input and output, result (None: the root's only).
-    cases = [
-        (4, 1, 1, sum(numbers(other, 1) for other in range(size)) if at_root else None),
-        (5, 1, size, joined),
-        (6, 1, size, joined if at_root else None),
-        (7, size, 1, numbers(root, size)[mine]),
-        (8, size, 1, total[mine]),
-        (9, size, size, exchanged),
-    ]
-    for _ in range(2):
-        for collective, sent, received, expected in cases:
-            given = Array(np.zeros(sent * length, "f4"), stream)
-            result = Array(np.full(received * length, -1, "f4"), stream)
-            stream.sleep(20)
-            given.put(numbers(rank, sent))
-            addresses = (given.address.value, result.address.value, length)
-            where = (rank % GPUS, stream.handle.value or 0)
-            assert device_collective(collective, [addresses], *where, root, None, blocks_host) == 0
-            found = result.peek() if blocks_host else result.get()
-            assert np.array_equal(found, np.full_like(found, -1) if expected is None else expected), collective
-            given.free()
-            result.free()
-
-
-def test_blocks_of_different_lengths_on_a_gpu() -> None:
-    rank, size = dl_comm.rank(), dl_comm.size()
-    counts = [3 * other + 1 for other in range(size)]
-    given, result = Array(np.full(counts[rank], rank, "f4")), Array(np.zeros(sum(counts), "f4"))
-    addresses = (given.address.value, result.address.value, 0)
-    assert device_collective(5, [addresses], rank % GPUS, 0, counts=counts) == 0
-    assert result.get().tolist() == np.repeat(np.arange(size), counts).tolist()
 
 
 def test_teams_work_side_by_side() -> None:

@@ -73,6 +73,36 @@ def test_results(fake_cuda: Path, ranks: int, path: str) -> None:
     assert not finished.left
 
 
+@pytest.mark.parametrize(
+    ("ranks", "path"),
+    [(3, "nccl"), (2, "ipc")]
+    + [pytest.param(*each, marks=pytest.mark.heavy) for each in [(1, "nccl"), (2, "nccl"), (3, "ipc"), (2, "staged")]],
+    ids=str,
+)
+def test_collectives(fake_cuda: Path, ranks: int, path: str) -> None:
+    settings = {**PATHS[path], **SLOW, "PATH_EXPECTED": path}
+    command = ["-m", "pytest", "-x", "-q", str(PROGRAMS / "test_collectives.py")]
+    finished = start(fake_cuda, ranks, command, 300, **settings)
+    assert finished.returncode == 0, finished.output
+    assert not finished.left
+
+
+@pytest.mark.parametrize(
+    ("ranks", "path"),
+    [(3, "nccl"), (2, "ipc")]
+    + [
+        pytest.param(*each, marks=pytest.mark.heavy)
+        for each in [(1, "nccl"), (2, "nccl"), (3, "ipc"), (3, "ipc, the host waits"), (3, "staged in small chunks")]
+    ],
+    ids=str,
+)
+def test_ranks_that_join(fake_cuda: Path, ranks: int, path: str) -> None:
+    command = ["-m", "pytest", "-x", "-q", str(PROGRAMS / "test_join.py")]
+    finished = start(fake_cuda, ranks, command, 200, **PATHS[path], **SLOW)
+    assert finished.returncode == 0, finished.output
+    assert not finished.left
+
+
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_results_with_other_drivers(fake_cuda: Path, tmp_path: Path, driver: str) -> None:
     settings = {name: str(tmp_path) if value == "DISK" else value for name, value in DRIVERS[driver].items()}
@@ -161,6 +191,63 @@ def test_a_lost_rank_is_reported_and_the_stream_continues(
     assert not finished.timed_out, finished.output
     assert "reported:" in finished.output, finished.output
     assert "rank 1" in finished.output
+    assert "ended" in finished.output, finished.output
+
+
+LOST_IN_COLLECTIVE = """
+import os, sys, time
+import numpy as np
+from arrays import Array, Stream, use
+from device_calls import DeviceWork
+import dl_comm
+
+dl_comm.init()
+gpu = dl_comm.local_rank() % int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
+use(gpu)
+collective, length, when = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+given, got = Array(np.ones(2 * length, "f4"), Stream()), Array(np.ones(2 * length, "f4"))
+def call():
+    stream = given.stream.handle.value
+    return DeviceWork(collective, [(given.address.value, got.address.value, length, 2)], (gpu, stream)).wait()
+print(f"code: {call()}\\n", end="")  # selects the path
+given.get()
+if dl_comm.rank() == 1:
+    given.stream.sleep(1000)
+    if when == "in":
+        call()
+    os.kill(os.getpid(), 9)
+since = time.monotonic()
+# The call may be enqueued before the rank is lost.
+codes = [call()]
+given.get()
+codes.append(call())
+print(f"code: {codes[-1]}\\n", end="")
+assert codes[0] in (0, codes[1])
+assert time.monotonic() - since < 20
+dl_comm.finalize()
+print("ended")
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "when", "collective", "length"),
+    [("nccl", "in", 9, 100_000), ("nccl", "before", 5, 10), ("ipc", "in", 8, 1000)]
+    + [
+        pytest.param("nccl", when, collective, 100_000, marks=pytest.mark.heavy)
+        for when in ("in", "before")
+        for collective in (4, 6, 7, 8)
+    ],
+)
+def test_a_rank_lost_in_another_collective_is_reported(
+    fake_cuda: Path, tmp_path: Path, path: str, when: str, collective: int, length: int
+) -> None:
+    script = tmp_path / "lost.py"
+    script.write_text(LOST_IN_COLLECTIVE)
+    command = ending_together([sys.executable, str(script), str(collective), str(length), when], tmp_path, 2)
+    env = {**environment(fake_cuda), **PATHS[path]}
+    finished = launch(2, command, 100, env)
+    assert not finished.timed_out, finished.output
+    assert sorted(re.findall(r"code: (\S+)", finished.output)) == [str(PEER_LOST), "0", "0"], finished.output
     assert "ended" in finished.output, finished.output
 
 

@@ -68,6 +68,10 @@ SLOW = {"FAKE_CUDA_DELAY_US": "2000"}
         ("programs.py/stale", {}),
         ("nccl_programs.py/sums", {"FAKE_CUDA_DEVICES": "3"}),
         ("nccl_programs.py/sums", {"FAKE_CUDA_DEVICES": "3", **SLOW}),
+        ("nccl_programs.py/blocks", {"FAKE_CUDA_DEVICES": "3"}),
+        ("nccl_programs.py/blocks", {"FAKE_CUDA_DEVICES": "3", **SLOW}),
+        ("nccl_programs.py/messages", {"FAKE_CUDA_DEVICES": "3"}),
+        ("nccl_programs.py/messages", {"FAKE_CUDA_DEVICES": "3", **SLOW}),
         ("nccl_programs.py/patient", TWO),
         ("nccl_programs.py/patient", {**TWO, "FAKE_CUDA_DELAY_US": "50000"}),
         ("nccl_programs.py/same_device", TWO),
@@ -94,6 +98,7 @@ def test_the_fake_driver(fake_cuda: Path, program: str, settings: dict[str, str]
         ("programs.py/aborts_synchronize", {}, "cuCtxSynchronize was called"),
         ("ipc_programs.py/aborts_peer", TWO, "to which device 1 has no access"),
         ("nccl_programs.py/aborts_differ", TWO, "count 2, dtype 7"),
+        ("nccl_programs.py/aborts_messages", TWO, "8 bytes of dtype 7 are sent, 16 of dtype 7 expected"),
     ],
 )
 def test_invalid_use_aborts(fake_cuda: Path, program: str, settings: dict[str, str], words: str | None) -> None:

@@ -164,8 +164,9 @@ impl Call {
         self.schedule_position = position;
     }
 
-    /// Makes it, an allreduce or broadcast, a call on device memory of stream `producer`, in chunks of at most `chunk` bytes, a multiple of
-    /// [`ALIGN`]. Smaller calls get smaller chunks, so that copies and reductions overlap on every channel.
+    /// Makes it a call on device memory of stream `producer`, in chunks of at most `chunk` bytes, a multiple of [`ALIGN`],
+    /// if it may go through the host in chunks. Smaller calls get smaller chunks, so that copies and reductions overlap on
+    /// every channel.
     ///
     /// # Errors
     /// [`Error::Invalid`] for several towers: a process with a GPU has one.
@@ -177,6 +178,9 @@ impl Call {
             )));
         }
         let signature = xxh3_64_with_seed(b"device", self.signature);
+        if !self.op.runs_in_device_chunks() {
+            return Ok(Call { signature, producer: Some(producer), ..self });
+        }
         let share = self.layout.total().div_ceil(CHUNKS_PER_CHANNEL * self.channels().max(1)).next_multiple_of(ALIGN);
         let chunk = share.clamp(MIN_STAGED_BYTES.min(chunk), chunk);
         Ok(Call { layout: self.layout.with_chunk_size(chunk), signature, producer: Some(producer), ..self })
@@ -185,6 +189,24 @@ impl Call {
     /// The caller's stream of a call on device memory.
     pub fn producer(&self) -> Option<&Arc<CallerStream>> {
         self.producer.as_ref()
+    }
+
+    /// A call on device memory as one on copies of its tensors in host memory.
+    ///
+    /// # Errors
+    /// Those of [`Call::new`], which do not occur for memory that is long enough.
+    pub fn on_host(&self, tensors: Vec<Tensor>) -> Result<Call> {
+        let (counts, labels, config) = (self.counts.clone(), self.labels.clone(), self.config.clone());
+        let replicas = if tensors.is_empty() { Vec::new() } else { vec![tensors] };
+        let call = Call::new(self.op, replicas, counts, &self.name, "", labels, config)?;
+        let schedule_position = self.schedule_position.clone();
+        Ok(Call { signature: self.host_signature(), schedule_position, pinned: true, ..call })
+    }
+
+    /// The signature of the call if it runs in host memory.
+    pub(super) fn host_signature(&self) -> u64 {
+        let on_host = || xxh3_64_with_seed(b"host", self.signature);
+        self.producer.as_ref().map_or(self.signature, |_| on_host())
     }
 
     /// The call without tensors: ranks compare it before they move data of device memory.

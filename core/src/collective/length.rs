@@ -22,19 +22,24 @@ struct Lengths {
 
 impl Channel {
     /// Runs the first chunk of `call`, which checks that the calls match, as [`Channel::run_first_chunk`]. Before it, the
-    /// ranks agree on the length if they must.
+    /// ranks agree on the length if they must. A call on device memory moves no data here.
     ///
     /// # Errors
     /// As for [`Channel::run_first_chunk`]; [`Error::Mismatch`] if a rank is sent another number of elements than it
     /// expects.
     pub fn start_call(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
-        if !call.agrees_on_length() {
+        let on_device = call.producer().is_some();
+        if !call.agrees_on_length() && !on_device {
             return self.run_first_chunk(call, wait_ctx);
         }
+        // No data moves before all ranks are known to have the same call.
         if !self.run_first_chunk(&call.without_data(), wait_ctx)? {
             return Ok(false);
         }
-        let total = agree_on_length(self, call, wait_ctx)?;
+        let total = if call.agrees_on_length() { agree_on_length(self, call, wait_ctx)? } else { 0 };
+        if on_device {
+            return Ok(true);
+        }
         match self.run_first_chunk_of(call, total, wait_ctx)? {
             true => Ok(true),
             false => Err(out_of_sync(call, 0)),

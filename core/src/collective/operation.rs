@@ -155,8 +155,9 @@ impl Op {
         *self == Op::BARRIER
     }
 
-    /// Whether the paths of GPUs have it; the others run on copies in host memory.
-    pub fn has_device_path(&self) -> bool {
+    /// Whether every path of a GPU has it, one through the host in chunks. On most paths the others run on whole copies in
+    /// host memory.
+    pub fn runs_in_device_chunks(&self) -> bool {
         self.is_allreduce() || self.is_broadcast() || self.is_barrier()
     }
 

@@ -1,6 +1,7 @@
 //! The contribution of a rank that has joined to a call of the others: zeros.
 //!
-//! The other ranks describe the call ([`Blueprint`]), and the rank makes an equal one on memory of its own.
+//! The other ranks describe the call ([`Blueprint`]), and the rank makes an equal one on memory of its own. A call on
+//! device memory runs on copies in host memory then, so the rank needs no GPU.
 //! Thread rule: that of [`Channel`].
 
 use serde::{Deserialize, Serialize};
@@ -38,11 +39,11 @@ pub struct Blueprint {
 pub struct Zeros(Vec<u128>);
 
 impl Call {
-    /// Whether the contribution of a rank may be zeros: sums and means of tensors in host memory, and barriers. A barrier
-    /// with a name precedes something that all ranks do.
+    /// Whether the contribution of a rank may be zeros: sums and means, and barriers. A barrier with a name precedes
+    /// something that all ranks do.
     pub fn takes_zeros(&self) -> bool {
         let adds = matches!(self.op.reduce, ReduceOp::Sum | ReduceOp::Mean | ReduceOp::Scaled { .. });
-        self.producer().is_none() && (self.op.is_barrier() && self.name().is_empty() || self.op.is_allreduce() && adds)
+        self.op.is_barrier() && self.name().is_empty() || self.op.is_allreduce() && adds
     }
 
     fn blueprint(&self) -> Blueprint {
@@ -52,7 +53,7 @@ impl Call {
             towers: self.towers(),
             tensors: lengths(self.tensors(0)).into_iter().map(|(dtype, len)| (dtype as i32, len)).collect(),
             name: self.name().to_owned(),
-            signature: self.signature,
+            signature: self.host_signature(),
         }
     }
 }

@@ -1,84 +1,73 @@
-//! Collectives on device memory through whole copies in host memory: those that no path of a GPU has.
+//! Collectives on device memory through whole copies in host memory: those that the group's path lacks.
 //!
-//! The submitting thread enqueues the download. The thread that runs the call waits for it first, and enqueues the
-//! upload after the call.
+//! The copies are made when the ranks have matched the call; earlier, by the submitting thread, if the path is known.
+//! The thread that runs the call waits for them, and enqueues the upload after the call.
 //! Thread rule: any thread.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::submit::Group;
-use super::work::{CallOptions, OnComplete, Role};
-use crate::buffer::Tensor;
-use crate::collective::device::{HostCopies, HostCopy, poll_until};
-use crate::collective::{Call, Counts, Op};
-use crate::device::Device;
+use super::state::GroupState;
+use super::work::Work;
+use super::worker::Worker;
+use crate::collective::Call;
+use crate::collective::device::{HostCopy, poll_until, producer, unrecoverable};
 use crate::error::{Error, Result, guard};
-use crate::lock::lock;
-use crate::transport::gpu::{CallerStream, Context, Event};
 
 /// How long an upload may take.
 const UPLOAD_TIMEOUT: Duration = Duration::from_secs(300);
 
-impl Group {
-    /// As [`Group::submit`], of a call on tensors of `device`.
+impl GroupState {
+    /// Starts to copy what `call` reads.
     ///
     /// # Safety
-    /// As for [`Group::submit`].
-    pub(super) unsafe fn submit_copied(
-        &self,
-        op: Op,
-        replicas: Vec<Vec<Tensor>>,
-        mut options: CallOptions,
-        device: Device,
-        done: OnComplete,
-    ) {
+    /// The tensors stay valid until the copies have been uploaded, or the call has failed.
+    unsafe fn download(&self, call: &Call) -> Result<HostCopy> {
+        let context = producer(call)?.context();
         // SAFETY: the caller's promise.
-        let copied = unsafe { self.copied(op, replicas, &mut options, device) };
-        let (call, ready, mut copy) = match copied {
-            Ok(parts) => parts,
-            Err(error) => return done(Err(error)),
-        };
-        let shared = Arc::clone(&self.shared);
-        let done = Box::new(move |result: Result<()>| {
-            // The other ranks have their results, so an error of this GPU ends the group.
-            done(result.and_then(|()| finish(&mut copy).inspect_err(|error| shared.fail(error))));
-        });
-        let work = self.work(call, Role::Copied(ready), options.caller_blocks, options.timeout, done);
-        self.run(self.accept(work, options.caller_blocks));
+        guard(|| unsafe { self.host_copies.get(context)?.download(call) })
     }
 
-    /// # Safety
-    /// As for [`Group::submit`].
-    unsafe fn copied(
-        &self,
-        op: Op,
-        replicas: Vec<Vec<Tensor>>,
-        options: &mut CallOptions,
-        device: Device,
-    ) -> Result<(Call, Event, HostCopy)> {
-        self.check_gpu(device)?;
-        let (counts, names): (Counts, String) = (options.counts.clone(), options.tensor_names.clone());
-        options.device = None;
-        let checked = self.new_call(op, replicas, options)?;
-        (options.counts, options.tensor_names) = (counts, names);
-        let producer = guard(|| CallerStream::new(device))?;
-        // SAFETY: the caller's promise.
-        let copied = guard(|| unsafe { self.host_copies(producer.context())?.download(&checked, producer) });
-        // The other ranks make the call.
-        let mut copy = copied.inspect_err(|error| self.fail(error))?;
-        let call = self.new_call(op, vec![copy.tensors.clone()], options)?;
-        let ready = copy.take_ready()?;
-        Ok((call, ready, copy))
-    }
-
-    /// The group's copies, made by the first call.
-    fn host_copies(&self, context: &Arc<Context>) -> Result<Arc<HostCopies>> {
-        let mut copies = lock(&self.host_copies);
-        match &*copies {
-            Some(copies) if Arc::ptr_eq(copies.context(), context) => Ok(Arc::clone(copies)),
-            _ => Ok(Arc::clone(copies.insert(Arc::new(HostCopies::new(context)?)))),
+    /// Starts the copies of a call that is submitted now, if the group's path is known and lacks it.
+    pub fn download_early(&self, work: &Work) {
+        let call = &work.call;
+        let is_copied = self.copies_others.load(Ordering::Relaxed) && !call.op.runs_in_device_chunks();
+        if call.producer().is_none() || !is_copied {
+            return;
         }
+        // SAFETY: the tensors belong to the call until it ends.
+        match unsafe { self.download(call) } {
+            Ok(copy) => work.set_host_copy(copy),
+            // The other ranks make the call.
+            Err(error) => self.fail(&error),
+        }
+    }
+}
+
+impl Worker {
+    /// Replaces a call on device memory, on which the ranks agree, by one on copies in host memory.
+    pub fn copy_to_host(&mut self, work: &Arc<Work>) -> Result<Arc<Work>> {
+        let shared = Arc::clone(&self.shared);
+        let (mut copy, call, ready) = self.run_checked(work, |_, work, _| {
+            let copied = || {
+                let copy = match work.take_host_copy() {
+                    Some(copy) => copy,
+                    // SAFETY: the tensors belong to the call until it ends.
+                    None => unsafe { shared.download(&work.call) }?,
+                };
+                Ok((copy.tensors(&work.call), copy))
+            };
+            let (tensors, mut copy) = copied().map_err(unrecoverable)?;
+            let call = work.call.on_host(tensors).map_err(unrecoverable)?;
+            let ready = copy.take_ready()?;
+            Ok((copy, call, ready))
+        })?;
+        let upload = move || {
+            // The other ranks have their results, so an error of this GPU ends the group.
+            finish(&mut copy).inspect_err(|error| shared.fail(error))
+        };
+        Ok(Arc::new(work.copied(call, ready, upload)))
     }
 }
 

@@ -15,7 +15,7 @@ use super::state::GroupState;
 use super::work::Work;
 use super::worker::Worker;
 use crate::affinity::unbind;
-use crate::collective::device::{DevicePath, DeviceResult, StagingPipeline, TEARDOWN_TIMEOUT};
+use crate::collective::device::{DevicePath, DeviceResult, StagingPipeline, TEARDOWN_TIMEOUT, unrecoverable};
 use crate::error::{Error, Result};
 use crate::log::log_line;
 use crate::transport::gpu::Event;
@@ -65,8 +65,8 @@ impl DeviceWork {
 }
 
 impl DeviceExecutor {
-    /// Runs a call on which the ranks agree. False if all threads must run it through the host. The first call chooses
-    /// the path.
+    /// Runs a call on which the ranks agree. False if it must go through the host, on all ranks. The first call chooses the
+    /// path.
     pub fn run(executor: &mut Option<DeviceExecutor>, worker: &mut Worker, work: &Arc<Work>) -> Result<bool> {
         if executor.is_none() {
             *executor = Some(DeviceExecutor::start(worker, work)?);
@@ -97,6 +97,7 @@ impl DeviceExecutor {
             .run_checked(work, |channel, work, wait_ctx| DevicePath::new(channel, &work.call, settings, wait_ctx))?;
         // Only the first call sets it.
         let _first = worker.shared.gpu_info.set(path.describe());
+        worker.shared.copies_others.store(path.copies_others(), Ordering::Relaxed);
         let (sender, receiver) = channel();
         let (shared, release_streams) = (Arc::clone(&worker.shared), path.release_streams());
         let builder = Builder::new().name(format!("{}.gpu", worker.shared.config.key.name().thread_label()));
@@ -121,12 +122,6 @@ fn start_monitoring(monitor_queue: Option<&Sender<DeviceWork>>, work: &Arc<Work>
         unsent.0.finish(Err(no_monitor()));
         no_monitor()
     })
-}
-
-/// Makes an error of this rank alone unrecoverable once the ranks have agreed on a call: the others already run it, so
-/// the error must end the group.
-fn unrecoverable(error: Error) -> Error {
-    if error.is_recoverable() { Error::System(error.detail().to_owned()) } else { error }
 }
 
 impl Drop for DeviceExecutor {

@@ -19,7 +19,7 @@ use super::worker::Worker;
 use crate::buffer::View;
 use crate::collective::device::wait_event;
 use crate::collective::{Call, Op, PostedCall};
-use crate::error::{Result, guard};
+use crate::error::{Error, Result, guard};
 use crate::lock::lock;
 use crate::transport::spin::Waiter;
 
@@ -257,7 +257,7 @@ impl ExecutorGuard<'_> {
                     .run_checked(work, |channel, work, wait_ctx| channel.finish_posted(&work.call, posted, wait_ctx))
             }
         };
-        let result = match first {
+        let (work, result) = match first {
             Ok(true) => {
                 self.state.cache_call(work);
                 self.state.run_matched(work)
@@ -267,7 +267,7 @@ impl ExecutorGuard<'_> {
                 self.executor.enqueue();
                 return false;
             }
-            Err(error) => Err(error),
+            Err(error) => (Arc::clone(work), Err(error)),
         };
         drop(self);
         work.finish(result);
@@ -291,8 +291,7 @@ impl ExecutorState {
         match self.run_first_chunk(&work, queue.idle) {
             Ok(true) => {
                 queue.calls.pop_front();
-                let result = self.run_matched(&work);
-                Some((work, result))
+                Some(self.run_matched(&work))
             }
             Ok(false) => self.worker.reconcile(queue, None, OtherGroups::new(&self.worker.shared)),
             Err(error) => {
@@ -330,11 +329,7 @@ impl ExecutorState {
                 wait_event(ready, wait_ctx)
             })?;
         }
-        self.worker.run_checked(work, |channel, work, wait_ctx| match work.call.producer() {
-            None => channel.start_call(&work.call, wait_ctx),
-            // No data moves before all ranks are known to have the same call.
-            Some(_) => channel.run_first_chunk(&work.call.without_data(), wait_ctx),
-        })
+        self.worker.run_checked(work, |channel, work, wait_ctx| channel.start_call(&work.call, wait_ctx))
     }
 
     /// Caches the call of `work` if it is a small one.
@@ -345,16 +340,50 @@ impl ExecutorState {
         }
     }
 
-    /// Runs the rest of a call that the ranks have matched.
-    fn run_matched(&mut self, work: &Arc<Work>) -> Result<()> {
-        let ExecutorState { worker, helpers, device, .. } = self;
+    /// Runs the rest of a call that the ranks have matched. Returns the work to finish, which may replace this one.
+    fn run_matched(&mut self, work: &Arc<Work>) -> (Arc<Work>, Result<()>) {
+        let ExecutorState { worker, device, .. } = self;
         work.record.matched(worker.shared.next_match_index());
+        let enqueued = match work.call.producer() {
+            None => Ok(false),
+            Some(_) => DeviceExecutor::run(device, worker, work),
+        };
+        match enqueued {
+            Ok(true) => (Arc::clone(work), Ok(())),
+            Ok(false) if work.call.producer().is_none() || work.call.op.runs_in_device_chunks() => {
+                (Arc::clone(work), self.run_chunks(work))
+            }
+            Ok(false) => self.run_on_host(work),
+            Err(error) => (Arc::clone(work), Err(error)),
+        }
+    }
+
+    /// Runs a call on device memory on copies in host memory.
+    fn run_on_host(&mut self, work: &Arc<Work>) -> (Arc<Work>, Result<()>) {
+        let copied = match self.worker.copy_to_host(work) {
+            Ok(copied) => copied,
+            Err(error) => return (Arc::clone(work), Err(error)),
+        };
+        let result = match self.run_first_chunk(&copied, false) {
+            Ok(true) => self.run_chunks(&copied),
+            // The ranks have just agreed on it.
+            Ok(false) => {
+                let error = Error::Internal(format!("the ranks are out of sync in {}", copied.call.full_name()));
+                self.worker.shared.fail(&error);
+                Err(error)
+            }
+            Err(error) => Err(error),
+        };
+        (copied, result)
+    }
+
+    /// Runs the chunks that are left of a call on host memory, or all of one on device memory.
+    fn run_chunks(&mut self, work: &Arc<Work>) -> Result<()> {
+        let ExecutorState { worker, helpers, .. } = self;
         let chunks = if work.call.producer().is_none() {
             let plan = worker.channel.plan();
             work.set_plan(plan);
             plan.chunks(&work.call)
-        } else if DeviceExecutor::run(device, worker, work)? {
-            return Ok(());
         } else {
             work.call.layout.chunks()
         };

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use super::callers::{CallerThreads, is_group_thread};
 use super::executor::Executor;
+use super::group_copies::GroupCopies;
 use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::reconcile::{EARLY_DIVISOR, MAX_BACKOFF};
 use super::state::{GroupState, OnFailure};
@@ -95,6 +96,8 @@ impl Group {
             default_timeout: AtomicBool::new(true),
             gpu_info: OnceLock::new(),
             device_bytes: AtomicUsize::new(0),
+            copies_others: AtomicBool::new(false),
+            host_copies: GroupCopies::default(),
             calls_in_chunks: AtomicUsize::new(0),
         });
         shared.set_timeout(settings.timeout);
@@ -123,8 +126,7 @@ impl Group {
         process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-        let host_copies = Mutex::default();
-        Ok(Group { number, shared, topology, executor, host_copies, messenger: OnceLock::new() })
+        Ok(Group { number, shared, topology, executor, messenger: OnceLock::new() })
     }
 
     /// Makes the memory of this rank and starts the threads now, not by the first call.
@@ -144,7 +146,7 @@ impl Group {
 
     /// Closes links to other hosts and releases GPU resources, after [`Group::stop`].
     pub fn release_resources(&self) {
-        drop(lock(&self.host_copies).take());
+        self.shared.host_copies.release();
         self.executor.release_resources();
     }
 }

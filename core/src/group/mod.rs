@@ -15,6 +15,7 @@ mod callers;
 mod copied_call;
 mod device;
 mod executor;
+mod group_copies;
 mod handle;
 mod join;
 mod join_state;

@@ -9,11 +9,12 @@ use std::time::Duration;
 
 use super::executor::Queue;
 use super::other_groups::OtherGroups;
+use super::state::GroupState;
 use super::work::{Role, Work};
 use super::worker::Worker;
 use crate::buffer::{Buffer, Tensor};
 use crate::collective::matching::{Age, Kind, Outlook, PendingCall, PendingCalls, Reconciliation};
-use crate::collective::{Bounds, Call, CallConfig, Counts, MismatchEntry, Op};
+use crate::collective::{Bounds, Call, Counts, MismatchEntry, Op};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
@@ -94,13 +95,14 @@ impl Worker {
     /// were given although they do not.
     fn name_pairs(&self, queue: &mut Queue<'_>, signature: u64) {
         for work in &mut queue.calls {
-            if let Some(call) = by_pairs(work, &self.shared.config).filter(|call| call.signature == signature) {
+            if let Some(call) = by_pairs(work, &self.shared).filter(|call| call.signature == signature) {
                 *work = Arc::new(work.with_call(call));
             }
         }
     }
 
-    /// Moves the call with `signature` to the front; a rank that has joined makes it, with zeros.
+    /// Moves the call with `signature` to the front; a rank that has joined makes it, with zeros. A call on device memory
+    /// then runs on copies in host memory.
     fn stand_in(&mut self, queue: &mut Queue<'_>, head: &Arc<Work>, signature: u64) -> Option<(Arc<Work>, Result<()>)> {
         let joined = match &head.role {
             Role::Join(state) => Some(state),
@@ -114,7 +116,18 @@ impl Worker {
         let stand_in = match (blueprint, joined) {
             (Ok(_), None) => {
                 queue.reorder(&[signature]);
-                return None;
+                let first = queue.calls.pop_front()?;
+                let on_host = match first.call.producer() {
+                    None => Ok(Arc::clone(&first)),
+                    Some(_) => self.copy_to_host(&first),
+                };
+                return match on_host {
+                    Ok(work) => {
+                        queue.calls.push_front(work);
+                        None
+                    }
+                    Err(error) => Some((first, Err(error))),
+                };
             }
             (Ok(blueprint), Some(state)) => {
                 state.count();
@@ -147,7 +160,7 @@ impl Worker {
         };
         let pending = |work: &Arc<Work>| PendingCall {
             signature: work.call.signature,
-            by_pairs: by_pairs(work, &shared.config).map_or(0, |call| call.signature),
+            by_pairs: by_pairs(work, shared).map_or(0, |call| call.signature),
             key: work.call.key(),
             kind: match work.role {
                 Role::Join(_) => Kind::Join,
@@ -194,7 +207,7 @@ impl Worker {
                 MismatchEntry::Call(&work.call)
             }
             None if matches!(head.role, Role::Join(_)) => MismatchEntry::None(format!(
-                "has joined, and takes part in sums and means of host memory only ({})",
+                "has joined, and takes part in sums and means only ({})",
                 head.call.full_name()
             )),
             None if head.is_absent() => MismatchEntry::None(other_groups.describe(&self.shared, queue.closed)),
@@ -207,9 +220,9 @@ impl Worker {
 
 /// An all-to-all of even blocks of one tensor as one that names the length for each pair; `None` for other calls. A
 /// block's shape is not compared then, so it must be that of a list.
-fn by_pairs(work: &Work, config: &CallConfig) -> Option<Call> {
-    let call = &work.call;
-    let is_even = call.op == Op::ALLTOALL && *call.counts() == Counts::Even && call.producer().is_none();
+fn by_pairs(work: &Work, shared: &GroupState) -> Option<Call> {
+    let (call, config) = (&work.call, &shared.config);
+    let is_even = call.op == Op::ALLTOALL && *call.counts() == Counts::Even;
     let [tensor] = call.tensors(0) else { return None };
     let buffer = &tensor.buffer;
     if !is_even || !matches!(work.role, Role::Own) || call.towers() > 1 || tensor.shape().len() > 1 {
@@ -219,5 +232,10 @@ fn by_pairs(work: &Work, config: &CallConfig) -> Option<Call> {
     let counts = Counts::Pairs { send: bounds.clone(), receive: bounds };
     let memory = Tensor::new(Buffer::new(buffer.source_at(0), buffer.dst(), 0, buffer.dtype()), tensor.shape());
     // The call was valid, and so is this one.
-    Call::new(call.op, vec![vec![memory]], counts, call.name(), "", call.labels().to_owned(), config.clone()).ok()
+    let labels = call.labels().to_owned();
+    let by_pairs = Call::new(call.op, vec![vec![memory]], counts, call.name(), "", labels, config.clone()).ok()?;
+    match call.producer() {
+        None => Some(by_pairs),
+        Some(producer) => by_pairs.on_device(Arc::clone(producer), shared.settings.device.chunk).ok(),
+    }
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::callers::{CallerThreads, ThreadId};
+use super::group_copies::GroupCopies;
 use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::record::{Record, Recorder};
 use super::thread::GroupThread;
@@ -60,6 +61,10 @@ pub(super) struct GroupState {
     pub gpu_info: OnceLock<Value>,
     /// Bytes of device memory in use.
     pub device_bytes: AtomicUsize,
+    /// Whether the path copies the calls that do not run in chunks to host memory; false before the first call.
+    pub copies_others: AtomicBool,
+    /// For these copies.
+    pub host_copies: GroupCopies,
     /// Calls on device memory that ran in chunks because some rank could not open the memory of another.
     pub calls_in_chunks: AtomicUsize,
 }

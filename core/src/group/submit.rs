@@ -3,7 +3,7 @@
 //! Thread rule: any thread may use a [`Group`].
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -14,7 +14,6 @@ use super::small_calls;
 use super::state::GroupState;
 use super::work::{CallOptions, OnComplete, QueueItem, Role, Timeout, Work, wait_for_result};
 use crate::buffer::{Tensor, View};
-use crate::collective::device::HostCopies;
 use crate::collective::{Call, CallConfig, Op, PostedCall};
 use crate::deadline::{Deadline, SetBy};
 use crate::device::Device;
@@ -30,8 +29,6 @@ pub struct Group {
     pub(super) shared: Arc<GroupState>,
     pub(super) topology: Arc<Topology>,
     pub(super) executor: Arc<Executor>,
-    /// For collectives on device memory that no path of a GPU has; made by the first.
-    pub(super) host_copies: Mutex<Option<Arc<HostCopies>>>,
     /// Made by the first send or receive.
     pub(super) messenger: OnceLock<Messenger>,
 }
@@ -62,10 +59,6 @@ impl Group {
     /// # Safety
     /// The tensors' memory is valid until `done` is called; nothing else writes `src` or uses `dst` until then.
     pub unsafe fn submit(&self, op: Op, replicas: Vec<Vec<Tensor>>, mut options: CallOptions, done: OnComplete) {
-        if let Some(device) = options.device.filter(|_| !op.has_device_path()) {
-            // SAFETY: the caller's promise.
-            return unsafe { self.submit_copied(op, replicas, options, device, done) };
-        }
         match self.new_call(op, replicas, &mut options) {
             Ok(call) => self.run(self.new_work(call, &options, done)),
             Err(error) => done(Err(error)),
@@ -137,6 +130,7 @@ impl Group {
 
     /// As [`Group::new_work`], for a call that [`Group::work`] has made.
     pub(super) fn accept(&self, work: Arc<Work>, caller_blocks: bool) -> Submitted<'_> {
+        self.shared.download_early(&work);
         if caller_blocks && let Some(guard) = self.executor.try_acquire() {
             return Submitted(Some((guard, work)));
         }
@@ -193,7 +187,7 @@ impl Group {
     }
 
     /// Whether this rank's calls are on the GPU `device`.
-    pub(super) fn check_gpu(&self, device: Device) -> Result<()> {
+    fn check_gpu(&self, device: Device) -> Result<()> {
         if let Some(ordinal) = self.shared.gpu_info.get().and_then(|gpus| gpus["gpu"].as_i64())
             && ordinal != i64::from(device.ordinal)
         {

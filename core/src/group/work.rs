@@ -8,6 +8,7 @@ use oneshot::RecvTimeoutError;
 
 use super::join_state::JoinState;
 use super::record::{Record, Recorder};
+use crate::collective::device::HostCopy;
 use crate::collective::{Call, Counts, Plan};
 use crate::deadline::Deadline;
 use crate::device::Device;
@@ -114,6 +115,8 @@ pub(super) struct Work {
     plan: OnceLock<Plan>,
     pub record: Arc<Record>,
     unmatched_since: Mutex<Option<Instant>>,
+    /// The copies of a call on device memory that were started early.
+    host_copy: Mutex<Option<HostCopy>>,
     recorder: Arc<Recorder>,
     parts: AtomicUsize,
     outcome: Mutex<(Option<OnComplete>, Result<()>)>,
@@ -136,6 +139,7 @@ impl Work {
             plan: OnceLock::new(),
             record,
             unmatched_since: Mutex::default(),
+            host_copy: Mutex::default(),
             recorder,
             parts: AtomicUsize::new(1),
             outcome: Mutex::new((Some(on_complete), Ok(()))),
@@ -146,19 +150,43 @@ impl Work {
     /// description.
     pub fn with_call(&self, call: Call) -> Work {
         let on_complete = lock(&self.outcome).0.take();
+        Work { host_copy: Mutex::new(self.take_host_copy()), ..self.replaced(call, Role::Own, on_complete) }
+    }
+
+    /// This work, a call on device memory, as `call` on copies in host memory that are complete after `ready`. `upload`
+    /// runs after a call that succeeded. Nobody uses the old one any more, but for its description.
+    pub fn copied(&self, call: Call, ready: Event, upload: impl FnOnce() -> Result<()> + Send + 'static) -> Work {
+        let on_complete = lock(&self.outcome).0.take();
+        let on_complete = on_complete.map(|on_complete| -> OnComplete {
+            Box::new(move |result: Result<()>| on_complete(result.and_then(|()| upload())))
+        });
+        self.replaced(call, Role::Copied(ready), on_complete)
+    }
+
+    fn replaced(&self, call: Call, role: Role, on_complete: Option<OnComplete>) -> Work {
         Work {
             call,
-            // An event that it has awaited is over.
-            role: Role::Own,
+            role,
             deadline: self.deadline,
             warned: AtomicBool::new(self.warned.load(Ordering::Relaxed)),
             plan: OnceLock::new(),
             record: Arc::clone(&self.record),
             unmatched_since: Mutex::new(*lock(&self.unmatched_since)),
+            host_copy: Mutex::default(),
             recorder: Arc::clone(&self.recorder),
             parts: AtomicUsize::new(1),
             outcome: Mutex::new((on_complete, Ok(()))),
         }
+    }
+
+    /// Keeps copies of the tensors of a call on device memory until it is known to need them.
+    pub fn set_host_copy(&self, copy: HostCopy) {
+        *lock(&self.host_copy) = Some(copy);
+    }
+
+    /// These copies, once.
+    pub fn take_host_copy(&self) -> Option<HostCopy> {
+        lock(&self.host_copy).take()
     }
 
     /// The contribution of a rank that has no call for a round.

@@ -77,6 +77,20 @@ pub enum Step {
     Narrow,
 }
 
+/// The bytes of `factor` as an element of `dtype`: float32 and float64 rounded as in a scaled sum, float16 and bfloat16
+/// only if they hold it exactly, because a scaled sum has it in float32. `None` for other types too.
+pub fn factor_bytes(dtype: DType, factor: f64) -> Option<Vec<u8>> {
+    let single = factor as f32;
+    let half = |bits: u16, back: f32| (f64::from(back) == factor).then(|| bits.to_ne_bytes().to_vec());
+    match dtype {
+        DType::F64 => Some(factor.to_ne_bytes().to_vec()),
+        DType::F32 => Some(single.to_ne_bytes().to_vec()),
+        DType::F16 => half(convert::f32_to_f16(single), convert::f16_to_f32(convert::f32_to_f16(single))),
+        DType::BF16 => half(convert::f32_to_bf16(single), convert::bf16_to_f32(convert::f32_to_bf16(single))),
+        _ => None,
+    }
+}
+
 impl Reduction {
     /// Size of an accumulator in bytes.
     pub fn acc_size(self) -> usize {

@@ -124,9 +124,20 @@ impl DevicePath {
         }
     }
 
+    /// Whether it copies all calls that do not run in chunks to host memory; the same on all ranks.
+    pub fn copies_others(&self) -> bool {
+        match &self.state {
+            PathState::Ipc(_) | PathState::IpcStaged(_) | PathState::Staged => true,
+            PathState::Nccl(_) | PathState::SingleRank(_) => false,
+        }
+    }
+
     /// Runs `call`, on which the ranks agree, as far as this thread alone can.
     pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
         let _guard = self.context.push()?;
+        if self.copies_others() && !call.op.runs_in_device_chunks() {
+            return Ok(DeviceResult::FallBackToHost);
+        }
         match &mut self.state {
             PathState::SingleRank(_) if !call.reductions().all(|reduction| reduction.op.keeps_single_input()) => {
                 Ok(DeviceResult::FallBackToHost)
@@ -174,13 +185,16 @@ fn mps() -> bool {
     std::path::Path::new(&folder).join("control").exists()
 }
 
-/// Allreduce or broadcast with a single rank.
+/// A call with a single rank, whose result is its input.
 fn run_single_rank(call: &Call, stream: &Stream) -> Result<Event> {
     wait_inputs(call, stream)?;
-    for tensor in call.tensors(0).iter().filter(|tensor| !tensor.buffer.is_in_place()) {
-        let (read, written) = tensor.buffer.byte_ranges();
-        // SAFETY: the call owns the memory.
-        unsafe { stream.copy(written.start as Address, read.start as Address, read.len()) }?;
+    for (index, tensor) in call.tensors(0).iter().enumerate() {
+        let (read, written) = (call.sent(index, 0, 0), call.received(index, 0, 0));
+        let (read, written) = (tensor.buffer.source_bytes(read), tensor.buffer.destination_bytes(written));
+        if read.start != written.start && !read.is_empty() {
+            // SAFETY: the call owns the memory.
+            unsafe { stream.copy(written.start as Address, read.start as Address, read.len()) }?;
+        }
     }
     signal_outputs(call, stream)
 }

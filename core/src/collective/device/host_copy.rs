@@ -1,11 +1,11 @@
-//! Copies of the tensors of a call in host memory, for collectives that no path of a GPU has: the call runs on them.
+//! Copies of the tensors of a call in host memory, for collectives that the path of a GPU lacks: the call runs on them.
 //!
 //! A group has a stream for each direction. A pinned buffer is used again after the event at the end of its copies.
 //! Thread rule: any thread.
 
 use std::sync::{Arc, Mutex};
 
-use super::streams::is_idle;
+use super::streams::{is_idle, producer};
 use crate::buffer::{Buffer, Tensor};
 use crate::collective::call::Call;
 use crate::error::{Error, Result};
@@ -88,14 +88,15 @@ impl HostCopies {
         }
     }
 
-    /// Starts to copy what `call`, whose addresses are those of the GPU, reads; `producer` is the caller's stream.
+    /// Starts to copy what `call`, on device memory, reads.
     ///
     /// # Errors
     /// [`Error::System`] of the driver.
     ///
     /// # Safety
     /// The tensors stay valid until [`HostCopy::upload`] has completed on the caller's stream, or the call has failed.
-    pub unsafe fn download(self: &Arc<Self>, call: &Call, producer: CallerStream) -> Result<HostCopy> {
+    pub unsafe fn download(self: &Arc<Self>, call: &Call) -> Result<HostCopy> {
+        let producer = Arc::clone(producer(call)?);
         let tensors = call.tensors(0);
         let sizes = |index: usize| {
             let ((read, written), size) = (call.extents(index), tensors[index].buffer.dtype().size());
@@ -185,15 +186,24 @@ impl Drop for Lease {
 pub struct HostCopy {
     home: Arc<HostCopies>,
     lease: Lease,
-    producer: CallerStream,
-    /// The tensors in host memory.
-    pub tensors: Vec<Tensor>,
+    producer: Arc<CallerStream>,
+    /// In host memory, as long as those of the call.
+    tensors: Vec<Tensor>,
     /// Places on the GPU and on the host, and bytes.
     outputs: Vec<(Address, usize, usize)>,
     ready: Option<Event>,
 }
 
 impl HostCopy {
+    /// The tensors of `call`, of which these are the copies, in host memory.
+    pub fn tensors(&self, call: &Call) -> Vec<Tensor> {
+        let copy = |(copy, tensor): (&Tensor, &Tensor)| {
+            let (memory, of) = (&copy.buffer, &tensor.buffer);
+            Tensor::new(Buffer::new(memory.source_at(0), memory.dst(), of.len(), of.dtype()), tensor.shape())
+        };
+        self.tensors.iter().zip(call.tensors(0)).map(copy).collect()
+    }
+
     /// The event after which the copies are complete; once.
     ///
     /// # Errors

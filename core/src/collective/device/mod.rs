@@ -2,11 +2,13 @@
 //!
 //! A call starts with a round without data, in which the ranks compare signatures. Then it takes the group's path, on
 //! which the ranks agree in the first such call:
-//! - every rank has its own GPU, and NCCL is available: NCCL (`nccl`);
+//! - every rank has its own GPU, and NCCL is available: NCCL (`nccl`), for all collectives;
 //! - ranks on one host: GPU IPC (`ipc`);
 //! - ranks on several hosts: GPU IPC within a host, slices through host memory between hosts (`ipc_multi_host`);
 //! - otherwise through host memory, in chunks, by the collectives of the host (`staged`).
 //!
+//! What a path lacks goes through host memory on all ranks: allreduces and broadcasts in chunks, the others as a whole
+//! (`host_copy`). This follows from the call, so the ranks need not agree on it.
 //! Functions fail with the errors of the driver, of NCCL and of the transports, and when their wait context ends. An error
 //! in a call leaves the ranks out of sync.
 //! Paths that bypass the host enqueue work and do not block: the call ends once the caller's stream waits for the
@@ -21,6 +23,7 @@ mod ipc_flags;
 mod ipc_multi_host;
 mod ipc_peers;
 mod nccl;
+mod nccl_steps;
 mod path;
 mod settings;
 mod shm_allgather;
@@ -32,4 +35,4 @@ pub use host_copy::{HostCopies, HostCopy};
 pub use settings::{DeviceSettings, PathSetting};
 pub use staged::StagingPipeline;
 pub(crate) use streams::TEARDOWN_TIMEOUT;
-pub use streams::{DeviceResult, poll_until, wait_event};
+pub use streams::{DeviceResult, poll_until, producer, unrecoverable, wait_event};

@@ -1,9 +1,10 @@
 //! The NCCL path, if every rank has its own GPU.
 //!
-//! Each group has one communicator. The tensors of a call form one NCCL group; small ones are fused in a bucket first;
-//! NCCL divides the sum. NCCL chooses the order of addition and accumulates float16 and bfloat16 in their own types. So
-//! the bits depend on the number of ranks and on NCCL's version (`DL_COMM_GPU_PATH` selects another path). Means of
-//! integers and float64 accumulators differ from the core's, so those calls go through the host.
+//! Each group has one communicator. The tensors of a call form one NCCL group; small ones of an allreduce, a reduce or a
+//! broadcast are fused in a bucket first; NCCL divides the sum. NCCL chooses the order of addition and accumulates float16
+//! and bfloat16 in their own types. So the bits depend on the number of ranks and on NCCL's version (`DL_COMM_GPU_PATH`
+//! selects another path). Operators that NCCL lacks, means of integers and float64 accumulators, which differ from the
+//! core's, go through the host.
 //! Thread rule: used by one thread; the closure of [`NcclPath::release_streams`] may run on any.
 
 use std::sync::Arc;
@@ -12,17 +13,17 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::batch::Launcher;
+use super::nccl_steps::{NcclOperator, NcclStep, has_operations, line_operation, steps};
 use super::streams::{DeviceResult, TEARDOWN_TIMEOUT, is_idle, poll, poll_until, signal_outputs, wait_inputs};
-use crate::buffer::{Buffer, Tensor};
+use crate::buffer::Tensor;
 use crate::collective::call::{Call, lengths};
 use crate::collective::channel::Channel;
-use crate::collective::operation::Op;
+use crate::collective::operation::Pattern;
 use crate::collective::value_allgather::allgather_merge;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::reduce::{ReduceOp, Reduction};
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Communicator, Context, DeviceBuffer, Stream, UniqueId};
+use crate::transport::gpu::{Address, Communicator, Context, DeviceBuffer, NcclBuffers, RedOp, Stream, UniqueId};
 use crate::wire_layout::{DtypeRun, WireLayout};
 
 /// Tensors up to this size are fused if there are more than [`MIN_TO_FUSE`]: an NCCL operation for each costs more.
@@ -46,6 +47,8 @@ const MAX_SLEEP: Duration = Duration::from_millis(10);
 /// The resources of a rank for the NCCL path.
 pub(super) struct NcclPath {
     pub stream: Stream,
+    rank: usize,
+    ranks: usize,
     communicator: Arc<Communicator>,
     /// Allocated by the first fusion.
     bucket: Option<DeviceBuffer>,
@@ -85,7 +88,7 @@ impl NcclPath {
                 (Start::Ready, Ok((communicator, stream))) => {
                     let communicator = Arc::new(communicator);
                     let launcher = Launcher::new(context);
-                    return Ok(Ok(NcclPath { stream, communicator, bucket: None, launcher }));
+                    return Ok(Ok(NcclPath { stream, rank, ranks: size, communicator, bucket: None, launcher }));
                 }
                 // Some rank has no communicator: drop this one.
                 (Start::Failed | Start::Ready, _) => {
@@ -101,23 +104,31 @@ impl NcclPath {
 
     /// Runs a call on which all ranks agree.
     pub fn run(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
-        let float = |dtype| matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
-        let fits = |Reduction { op, dtype, acc_f64, .. }: Reduction| {
-            op == ReduceOp::Mean && float(dtype) && (!acc_f64 || dtype == DType::F64)
-        };
-        if !call.reductions().all(fits) {
+        let reductions = call.reductions().map(|reduction| Some((reduction.dtype, NcclOperator::of(reduction)?)));
+        let wanted: Option<Vec<(DType, NcclOperator)>> = reductions.collect();
+        let Some(mut wanted) = wanted.filter(|_| has_operations(call.op)) else {
             return Ok(DeviceResult::FallBackToHost);
-        }
+        };
+        wanted.sort_by_key(|(dtype, _)| *dtype);
+        wanted.dedup_by_key(|(dtype, _)| *dtype);
+        let operators = Operators::new(&self.communicator, &wanted)?;
         let size = |index: usize| call.tensors(0)[index].buffer.byte_ranges().0.len();
+        let is_small = |index: usize| call.op.pattern() == Pattern::Line && size(index) <= FUSE_MAX_BYTES;
         let (mut small, mut large): (Vec<usize>, Vec<usize>) =
-            call.layout.tensors().partition(|&index| size(index) <= FUSE_MAX_BYTES);
+            call.layout.tensors().partition(|&index| is_small(index));
         // The copies need kernels.
         if small.len() <= MIN_TO_FUSE || self.stream.context().kernels().is_err() {
             large.append(&mut small);
         }
         wait_inputs(call, &self.stream)?;
-        self.group(call.op, large.iter().map(|&index| NcclBuffer::of(&call.tensors(0)[index].buffer)), wait_ctx)?;
-        self.run_fused(call, &small, wait_ctx)?;
+        let (rank, ranks) = (self.rank, self.ranks);
+        let steps = |&index: &usize| {
+            let operator = operators.of(call.tensors(0)[index].buffer.dtype());
+            steps(call, index, operator, rank, ranks)
+        };
+        self.group(large.iter().flat_map(steps), wait_ctx)?;
+        self.run_fused(call, &operators, &small, wait_ctx)?;
+        operators.free()?;
         signal_outputs(call, &self.stream).map(DeviceResult::Enqueued)
     }
 
@@ -127,7 +138,13 @@ impl NcclPath {
     }
 
     /// Runs the tensors `small` through the bucket, in as many chunks as necessary.
-    fn run_fused(&mut self, call: &Call, small: &[usize], wait_ctx: &WaitContext<'_>) -> Result<()> {
+    fn run_fused(
+        &mut self,
+        call: &Call,
+        operators: &Operators,
+        small: &[usize],
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<()> {
         if small.is_empty() {
             return Ok(());
         }
@@ -144,9 +161,15 @@ impl NcclPath {
             unsafe { self.launcher.copy(&self.stream, wait_ctx) }?;
             let part = |run: DtypeRun| {
                 let at = bucket + run.bytes.start as Address;
-                NcclBuffer { from: at, to: at, count: run.bytes.len() / run.dtype.size(), dtype: run.dtype }
+                let count = run.bytes.len() / run.dtype.size();
+                let buffers = NcclBuffers { from: at, to: at, count, dtype: run.dtype };
+                let operation = line_operation(call.op, operators.of(run.dtype))?;
+                Some(NcclStep::Operation(operation, buffers))
             };
-            self.group(call.op, layout.runs(chunk, all.clone()).map(part), wait_ctx)?;
+            self.group(layout.runs(chunk, all.clone()).filter_map(part), wait_ctx)?;
+            if !call.op.has_output(self.rank) {
+                continue;
+            }
             let bytes = all.len();
             self.launcher.batch.copies(layout.ranges(chunk, all), &tensors, bytes, bucket, true);
             // SAFETY: as above.
@@ -155,17 +178,19 @@ impl NcclPath {
         Ok(())
     }
 
-    /// Starts the operations for these buffers as one NCCL group.
-    fn group(&self, op: Op, parts: impl Iterator<Item = NcclBuffer>, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    /// Starts these steps; those of NCCL as one group.
+    fn group(&self, steps: impl Iterator<Item = NcclStep>, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let NcclPath { stream, communicator, .. } = self;
         communicator.grouped(|group| {
-            for NcclBuffer { from, to, count, dtype } in parts {
-                // SAFETY: the memory belongs to the call or the bucket until the stream has passed.
+            for step in steps {
+                // SAFETY: the memory belongs to the call or the bucket until the stream has passed. No two steps write
+                // what another one uses.
                 unsafe {
-                    if op.is_broadcast() {
-                        group.broadcast(from, to, count * dtype.size(), op.root, stream)
-                    } else {
-                        group.average(from, to, count, dtype, stream)
+                    match step {
+                        NcclStep::Operation(operation, buffers) => group.start(operation, buffers, stream),
+                        NcclStep::Copy(NcclBuffers { from, to, count, dtype }) => {
+                            stream.copy(to, from, count * dtype.size())
+                        }
                     }
                 }?;
             }
@@ -193,22 +218,37 @@ impl Drop for NcclPath {
     }
 }
 
-/// Operands of one NCCL operation.
-struct NcclBuffer {
-    from: Address,
-    to: Address,
-    count: usize,
-    dtype: DType,
+/// The operators of a call by element type.
+struct Operators {
+    communicator: Arc<Communicator>,
+    by_dtype: Vec<(DType, RedOp)>,
+    /// Those of this call only.
+    made: Vec<RedOp>,
 }
 
-impl NcclBuffer {
-    fn of(buffer: &Buffer) -> NcclBuffer {
-        let (read, written) = buffer.byte_ranges();
-        NcclBuffer {
-            from: read.start as Address,
-            to: written.start as Address,
-            count: buffer.len(),
-            dtype: buffer.dtype(),
+impl Operators {
+    fn new(communicator: &Arc<Communicator>, wanted: &[(DType, NcclOperator)]) -> Result<Operators> {
+        let (mut by_dtype, mut made) = (Vec::with_capacity(wanted.len()), Vec::new());
+        for (dtype, operator) in wanted {
+            let op = match operator {
+                NcclOperator::Known(op) => *op,
+                NcclOperator::Scaled(factor) => {
+                    made.push(communicator.scaled_sum(factor, *dtype)?);
+                    made[made.len() - 1]
+                }
+            };
+            by_dtype.push((*dtype, op));
         }
+        Ok(Operators { communicator: Arc::clone(communicator), by_dtype, made })
+    }
+
+    /// The operator for elements of `dtype`; any for a call that does not reduce.
+    fn of(&self, dtype: DType) -> RedOp {
+        self.by_dtype.iter().find(|(other, _)| *other == dtype).map_or(RedOp::SUM, |(_, op)| *op)
+    }
+
+    /// Frees those that were made, after the operations have been started.
+    fn free(self) -> Result<()> {
+        self.made.into_iter().try_for_each(|op| self.communicator.free_operator(op))
     }
 }

@@ -34,6 +34,12 @@ pub fn signal_outputs(call: &Call, stream: &Stream) -> Result<Event> {
     Ok(end)
 }
 
+/// Makes an error of this rank alone unrecoverable once the ranks have agreed on a call: the others already run it, so
+/// the error must end the group.
+pub fn unrecoverable(error: Error) -> Error {
+    if error.is_recoverable() { Error::System(error.detail().to_owned()) } else { error }
+}
+
 /// The broadcast's root as a local rank, if it is on this host.
 pub fn root(call: &Call, topology: &Topology) -> Option<usize> {
     call.op.is_broadcast().then(|| topology.local_rank_of(call.op.root)).flatten()

@@ -21,7 +21,9 @@ pub use context::{Context, ContextGuard};
 pub use driver::{Address, Handle, count};
 pub use ipc::{ExportUpdates, ExportedAllocation, IpcExports, ReportedExports};
 pub use kernels::{BlockRange, KernelArgs, Kernels, has_kernel};
-pub use nccl::{Communicator, UniqueId, version as nccl_version};
+pub use nccl::{
+    Communicator, NcclBuffers, NcclOperation, RedOp, UniqueId, reduces as nccl_reduces, version as nccl_version,
+};
 pub use peer_imports::PeerImports;
 pub use pinned::{DeviceBuffer, PinnedHostBuffer, device_of_pointer, is_loaded};
 pub use stream::{CallerStream, Event, RawStream, Stream, order_streams};

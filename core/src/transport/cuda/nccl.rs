@@ -30,7 +30,27 @@ struct Config {
 
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
-const OP_AVG: c_int = 4;
+/// `ncclUint8`: data that is only moved.
+const BYTE: c_int = 1;
+/// `ncclScalarHostImmediate`: a factor that is read at once.
+const HOST_IMMEDIATE: c_int = 1;
+
+/// An operator of NCCL's reductions, `ncclRedOp_t`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RedOp(c_int);
+
+impl RedOp {
+    /// The sum.
+    pub const SUM: RedOp = RedOp(0);
+    /// The product.
+    pub const PRODUCT: RedOp = RedOp(1);
+    /// The maximum.
+    pub const MAX: RedOp = RedOp(2);
+    /// The minimum.
+    pub const MIN: RedOp = RedOp(3);
+    /// The mean.
+    pub const AVERAGE: RedOp = RedOp(4);
+}
 
 /// Declares the functions in use, and loads them.
 macro_rules! functions {
@@ -61,6 +81,13 @@ functions! {
     error_string = b"ncclGetErrorString": fn(c_int) -> *const c_char;
     all_reduce = b"ncclAllReduce": fn(Address, Address, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
     broadcast = b"ncclBroadcast": fn(Address, Address, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
+    reduce = b"ncclReduce": fn(Address, Address, usize, c_int, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
+    all_gather = b"ncclAllGather": fn(Address, Address, usize, c_int, *mut c_void, *mut c_void) -> c_int;
+    reduce_scatter = b"ncclReduceScatter": fn(Address, Address, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
+    send = b"ncclSend": fn(Address, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
+    receive = b"ncclRecv": fn(Address, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
+    make_scaled_sum = b"ncclRedOpCreatePreMulSum": fn(*mut c_int, *const c_void, c_int, c_int, *mut c_void) -> c_int;
+    free_operator = b"ncclRedOpDestroy": fn(c_int, *mut c_void) -> c_int;
     group_start = b"ncclGroupStart": fn() -> c_int;
     group_end = b"ncclGroupEnd": fn() -> c_int;
     finalize = b"ncclCommFinalize": fn(*mut c_void) -> c_int;
@@ -165,6 +192,29 @@ impl Communicator {
         done
     }
 
+    /// Makes the operator that multiplies each input by `factor`, the bytes of an element of `dtype`, and adds them.
+    ///
+    /// # Errors
+    /// [`Error::System`]; [`Error::Internal`] for a type that NCCL lacks.
+    pub fn scaled_sum(&self, factor: &[u8], dtype: DType) -> Result<RedOp> {
+        if factor.len() != dtype.size() {
+            return Err(Error::Internal(format!("a factor of {} has {} bytes", dtype.name(), factor.len())));
+        }
+        let (mut op, code, factor) = (0, code_of(dtype)?, factor.as_ptr().cast());
+        // SAFETY: the handle is alive, the out pointer valid; NCCL reads the factor, an element, before it returns.
+        let made = unsafe { (self.nccl.make_scaled_sum)(&raw mut op, factor, code, HOST_IMMEDIATE, self.handle()?.0) };
+        self.nccl.check("making an operator", made).map(|()| RedOp(op))
+    }
+
+    /// Frees an operator of [`Communicator::scaled_sum`], after the operations with it have been started.
+    ///
+    /// # Errors
+    /// [`Error::System`]
+    pub fn free_operator(&self, op: RedOp) -> Result<()> {
+        // SAFETY: the handle is alive.
+        self.nccl.check("freeing an operator", unsafe { (self.nccl.free_operator)(op.0, self.handle()?.0) })
+    }
+
     /// Starts to finalize the communicator and its enqueued work. Done when [`Communicator::is_ready`]. Collective.
     pub fn finish(&self) -> Result<()> {
         // SAFETY: the handle is alive.
@@ -195,41 +245,70 @@ impl Communicator {
     }
 }
 
+/// Memory of an NCCL operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NcclBuffers {
+    /// What this rank gives.
+    pub from: Address,
+    /// What this rank gets.
+    pub to: Address,
+    /// Elements of a block.
+    pub count: usize,
+    /// The element type.
+    pub dtype: DType,
+}
+
+impl NcclBuffers {
+    fn bytes(&self) -> usize {
+        self.count * self.dtype.size()
+    }
+}
+
+/// An NCCL operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NcclOperation {
+    /// Reduces the inputs of all ranks; all ranks get the result.
+    AllReduce(RedOp),
+    /// Reduces the inputs of all ranks; this rank gets the result.
+    Reduce(RedOp, usize),
+    /// Copies the input of this rank to all ranks.
+    Broadcast(usize),
+    /// Sends the input, a block, of every rank to all ranks.
+    AllGather,
+    /// Reduces block r of all ranks; rank r gets the result.
+    ReduceScatter(RedOp),
+    /// Sends the input to this rank, which receives it.
+    Send(usize),
+    /// Receives the output from this rank.
+    Receive(usize),
+}
+
 impl NcclGroupGuard<'_> {
-    /// Allreduce (mean) of `count` elements.
+    /// Starts `operation`, whose peers start their parts.
+    ///
+    /// # Errors
+    /// [`Error::System`]; [`Error::Internal`] for a reduction of a type that NCCL lacks.
     ///
     /// # Safety
     /// The memory is valid and not used otherwise until the operation has completed.
-    pub unsafe fn average(
-        &self,
-        from: Address,
-        to: Address,
-        count: usize,
-        dtype: DType,
-        stream: &Stream,
-    ) -> Result<()> {
-        let (handle, stream) = (self.handle.0, stream.raw().cast());
+    pub unsafe fn start(&self, operation: NcclOperation, buffers: NcclBuffers, stream: &Stream) -> Result<()> {
+        use NcclOperation::{AllGather, AllReduce, Broadcast, Receive, Reduce, ReduceScatter, Send};
+        let (nccl, comm, stream) = (self.nccl, self.handle.0, stream.raw().cast());
+        let NcclBuffers { from, to, count, dtype } = buffers;
+        let (rank, bytes) = (|rank: usize| c_int::try_from(rank).unwrap_or(c_int::MAX), buffers.bytes());
         // SAFETY: the caller's promise.
-        let code = unsafe { (self.nccl.all_reduce)(from, to, count, code_of(dtype)?, OP_AVG, handle, stream) };
-        self.nccl.check("starting an all-reduce", code)
-    }
-
-    /// Broadcasts `bytes` bytes from rank `root`.
-    ///
-    /// # Safety
-    /// As for [`NcclGroupGuard::average`].
-    pub unsafe fn broadcast(
-        &self,
-        from: Address,
-        to: Address,
-        bytes: usize,
-        root: usize,
-        stream: &Stream,
-    ) -> Result<()> {
-        let root = c_int::try_from(root).unwrap_or(c_int::MAX);
-        // SAFETY: the caller's promise.
-        let code = unsafe { (self.nccl.broadcast)(from, to, bytes, 1, root, self.handle.0, stream.raw().cast()) };
-        self.nccl.check("starting a broadcast", code)
+        let code = unsafe {
+            match operation {
+                AllReduce(op) => (nccl.all_reduce)(from, to, count, code_of(dtype)?, op.0, comm, stream),
+                Reduce(op, root) => (nccl.reduce)(from, to, count, code_of(dtype)?, op.0, rank(root), comm, stream),
+                Broadcast(root) => (nccl.broadcast)(from, to, bytes, BYTE, rank(root), comm, stream),
+                AllGather => (nccl.all_gather)(from, to, bytes, BYTE, comm, stream),
+                ReduceScatter(op) => (nccl.reduce_scatter)(from, to, count, code_of(dtype)?, op.0, comm, stream),
+                Send(peer) => (nccl.send)(from, bytes, BYTE, rank(peer), comm, stream),
+                Receive(peer) => (nccl.receive)(to, bytes, BYTE, rank(peer), comm, stream),
+            }
+        };
+        nccl.check("starting an operation", code)
     }
 }
 
@@ -237,6 +316,11 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         self.abort();
     }
+}
+
+/// Whether NCCL has reductions of `dtype`.
+pub fn reduces(dtype: DType) -> bool {
+    code_of(dtype).is_ok()
 }
 
 /// `ncclDataType_t` of `dtype`.
