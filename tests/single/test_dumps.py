@@ -49,6 +49,7 @@ def test_a_dump_shows_where_python_is(tmp_path: Path) -> None:
         "import ctypes, os, sys, time\nimport dl_comm as mc\nmc.init()\n"
         "def holds_the_gil():\n"
         "    until = time.monotonic() + 50\n"
+        "    open(sys.argv[1] + '.wanted', 'x').close()\n"
         "    while not os.path.exists(sys.argv[1]) and time.monotonic() < until:\n"
         "        ctypes.PyDLL(None).sleep(1)\n"
         "if mc.rank() == 1: holds_the_gil()\nmc.barrier()\n"
@@ -63,6 +64,9 @@ def test_a_dump_shows_where_python_is(tmp_path: Path) -> None:
     job.start()
     until = time.monotonic() + 50
     request = ""
+    # A dump that is written earlier does not show the function.
+    while not (tmp_path / "requested.wanted").exists() and time.monotonic() < until:
+        time.sleep(0.05)
     while "from 2 rank(s)" not in request and time.monotonic() < until:
         request = run([sys.executable, "-m", "dl_comm.run", "--dump", str(os.getpid())], 60).output
     requested.touch()
