@@ -272,6 +272,15 @@ impl Endpoint {
     pub unsafe fn receive_now(&self, message: &Message<'_>, into: Spans) -> Result<Status> {
         self.check_receive(message)?;
         // SAFETY: guaranteed by the caller.
+        unsafe { self.receive_checked(message, into) }
+    }
+
+    /// As [`Endpoint::receive_now`], after its check.
+    ///
+    /// # Safety
+    /// As for [`Endpoint::receive_now`].
+    unsafe fn receive_checked(&self, message: &Message<'_>, into: Spans) -> Result<Status> {
+        // SAFETY: guaranteed by the caller.
         if let Some(status) = unsafe { self.receive_short(message, &into) } {
             return Ok(status);
         }
@@ -298,7 +307,7 @@ impl Endpoint {
                 self.shared.ensure_thread();
             }
             // SAFETY: guaranteed by the caller.
-            return unsafe { self.receive_now(expected, into) };
+            return unsafe { self.receive_checked(expected, into) };
         }
         // The other rank may take this message only once it has this rank's receive.
         let received = self.start_receive(expected, into, None);
