@@ -9,6 +9,7 @@ As a program it replaces ssh: ``hosts.py [ssh options] HOST COMMAND...`` runs th
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import shutil
@@ -22,6 +23,7 @@ from pathlib import Path
 from launch import QUIET, Finished, mpiexec, run
 
 _STATE = "DL_COMM_TEST_HOSTS"
+_CONTEXTS = itertools.count()
 
 
 def possible() -> bool:
@@ -40,8 +42,8 @@ class Hosts:
     """A context with ``count`` hosts; ``rate`` (in tc's format, ``1gbit``) caps each link."""
 
     def __init__(self, count: int, rate: str | None = None) -> None:
-        # Names with the pid, so that concurrent runs do not collide.
-        self._stem = f"dlc{os.getpid()}"
+        # Concurrent runs, and contexts inside each other, have other names.
+        self._stem = f"dlc{os.getpid()}.{next(_CONTEXTS)}"
         self.names = [f"{self._stem}h{i + 1}" for i in range(count)]
         self._rate = rate
         self._state = Path(tempfile.mkdtemp(prefix="dl_comm_hosts."))

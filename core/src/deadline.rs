@@ -13,6 +13,8 @@ pub enum SetBy {
     Group,
     /// The call.
     Call,
+    /// The library, whatever the user allows.
+    Library,
 }
 
 impl fmt::Display for SetBy {
@@ -21,6 +23,7 @@ impl fmt::Display for SetBy {
             SetBy::Environment => "DL_COMM_TIMEOUT_S",
             SetBy::Group => "the timeout of its group",
             SetBy::Call => "the timeout of this call",
+            SetBy::Library => "a limit of dl_comm",
         })
     }
 }
@@ -32,6 +35,13 @@ pub struct Deadline {
     pub after: Option<Duration>,
     /// Who has set it.
     pub set_by: SetBy,
+}
+
+impl From<Option<Duration>> for Deadline {
+    /// The deadline of the environment.
+    fn from(after: Option<Duration>) -> Deadline {
+        Deadline { after, set_by: SetBy::Environment }
+    }
 }
 
 impl Deadline {

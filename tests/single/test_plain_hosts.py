@@ -115,11 +115,19 @@ os._exit(0)
     assert finished.output.count("fine\n") == 3, finished.output
 
 
+def preloaded(folder: Path, program: str) -> dict[str, str]:
+    """Environment variables with which the C program is loaded before all others."""
+    source, library = folder / "end.c", folder / "libend.so"
+    source.write_text(program)
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True, timeout=60)
+    return {"LD_PRELOAD": str(library), "DL_COMM_TIMEOUT_S": "0"}
+
+
 @pytest.fixture
 def end_in_mpi_init(tmp_path: Path) -> dict[str, str]:
     """Environment variables with which the last rank is killed where it calls MPI_Init."""
-    source, library = tmp_path / "end.c", tmp_path / "libend.so"
-    source.write_text(
+    return preloaded(
+        tmp_path,
         r"""
 #include <dlfcn.h>
 #include <signal.h>
@@ -136,10 +144,8 @@ int MPI_Init_thread(int *argc, char ***argv, int required, int *provided) {
   }
   return init(argc, argv, required, provided);
 }
-"""
+""",
     )
-    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True, timeout=60)
-    return {"LD_PRELOAD": str(library), "DL_COMM_TIMEOUT_S": "0"}
 
 
 @pytest.mark.parametrize("per_host", [1, (2, 1)])
@@ -172,6 +178,53 @@ def test_a_rank_that_ends_during_mpi_init_ends_all_ranks_without_a_deadline(
     assert len(re.findall("MPI_Init.*rank 3 on .* has ended: killed by signal 9", finished.output)) >= 2, (
         finished.output
     )
+
+
+@pytest.mark.parametrize("is_dialed", [True, pytest.param(False, marks=pytest.mark.heavy)])
+def test_a_rank_that_ends_before_it_connects_ends_the_start(program: Path, tmp_path: Path, is_dialed: bool) -> None:
+    """A host that has dialed it sees its end, and tells the others. If none has, a limit ends the start."""
+    killed = preloaded(
+        tmp_path,
+        r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+int connect(int fd, const struct sockaddr *address, socklen_t length) {
+  int (*next)(int, const struct sockaddr *, socklen_t) = dlsym(RTLD_NEXT, "connect");
+  const struct sockaddr_in *other = (const struct sockaddr_in *)address;
+  const char *rank = getenv("DL_COMM_RANK");
+  int is_link = address->sa_family == AF_INET && ntohs(other->sin_port) != 29511;
+  if (is_link && rank) {
+    sleep(strcmp(rank, getenv("DL_COMM_TEST_SLOW")) == 0 ? 3 : 0);
+    if (strcmp(rank, "1") == 0) raise(SIGKILL);
+  }
+  return next(fd, address, length);
+}
+""",
+    )
+    program.write_text(
+        HEAD
+        + """
+try: dl_comm.init()
+except (dl_comm.PeerLostError, dl_comm.TimeoutError) as error: print(repr(error))
+"""
+    )
+    with Hosts(3) as three:
+        started = time.time()
+        slow = {"DL_COMM_TEST_SLOW": "1" if is_dialed else "0"}
+        finished = three.ranks(1, [sys.executable, str(program)], 100, env={**killed, **slow})
+    assert not finished.timed_out, finished.output
+    expected = (
+        r"PeerLostError.*rank 1 on \S+ has ended"
+        if is_dialed
+        else r"TimeoutError.*connecting the hosts .* \(a limit of dl_comm\); still waiting for rank 1"
+    )
+    assert len(re.findall(expected, finished.output)) == 2, finished.output
+    assert time.time() - started < (15 if is_dialed else 40), finished.output
 
 
 def test_the_interface_is_that_of_dl_comm(two: Hosts, program: Path) -> None:

@@ -97,7 +97,7 @@ impl FailureDetector {
         processes: Vec<MonitoredProcess>,
         groups: Arc<dyn HostGroups>,
     ) -> Result<FailureDetector> {
-        let (peers, unconnected) = connect(&listener, me, hosts, key, Duration::MAX);
+        let (peers, unconnected) = connect(&listener, me, hosts, key, Duration::MAX, &|| false);
         unconnected.iter().for_each(Unconnected::warn);
         let refused = |error: std::io::Error| Error::system("starting the failure detector between hosts", error);
         let (stop, stopped) = UnixStream::pair().map_err(refused)?;

@@ -23,9 +23,16 @@ pub struct StartLinks {
 
 impl StartLinks {
     /// Connects host `me` with its neighbours among `hosts`. One that cannot be reached within this time is logged and
-    /// skipped. Collective over the hosts that have addresses.
-    pub fn connect(listener: &Listener, me: usize, hosts: &[HostAddress], key: u128, within: Duration) -> StartLinks {
-        let (connections, unconnected) = connect(listener, me, hosts, key, within);
+    /// skipped. `is_vain`: whether the start has failed. Collective over the hosts that have addresses.
+    pub fn connect(
+        listener: &Listener,
+        me: usize,
+        hosts: &[HostAddress],
+        key: u128,
+        within: Duration,
+        is_vain: &dyn Fn() -> bool,
+    ) -> StartLinks {
+        let (connections, unconnected) = connect(listener, me, hosts, key, within, is_vain);
         let (ended, unreachable): (Vec<_>, Vec<_>) = unconnected.into_iter().partition(Unconnected::has_ended);
         unreachable.iter().for_each(Unconnected::warn);
         let ended = ended.first().map(|rank| format!("{} has ended", rank.name));
@@ -79,7 +86,7 @@ mod tests {
             let connect = |(me, listener)| {
                 scope.spawn({
                     let hosts = &hosts;
-                    move || StartLinks::connect(listener, me, hosts, 7, Duration::MAX)
+                    move || StartLinks::connect(listener, me, hosts, 7, Duration::MAX, &|| false)
                 })
             };
             let started: Vec<_> = listeners.iter().enumerate().map(connect).collect();
@@ -111,7 +118,7 @@ mod tests {
         let links = thread::scope(|scope| {
             // It accepts the connection, and ends before it answers.
             scope.spawn(|| drop(there.sockets[0].accept().unwrap()));
-            StartLinks::connect(&here, 0, &hosts, 7, Duration::MAX)
+            StartLinks::connect(&here, 0, &hosts, 7, Duration::MAX, &|| false)
         });
         assert_eq!(links.lost().as_deref(), Some("rank 1 has ended"));
     }

@@ -5,19 +5,20 @@
 //! other do not see each other's keys. The others find that name, and say that they are there.
 //! Thread rule: that of [`Bootstrap`].
 
+use std::cell::Cell;
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Members, Network};
-use super::detector_links::{HostAddress, Listener};
-use super::launcher::{StartedNetwork, Way, Ways, prepare_start, start_network};
+use super::detector_links::{CONNECT_TIMEOUT, HostAddress, Listener};
+use super::launcher::{LOST_CHECK, PreparedStart, StartedNetwork, Way, Ways, prepare_start, start_network};
 use super::rank0_address::{resolve, unusable, warning_of_loopback};
 use super::ranks::{agreed, proposal};
 use super::start_links::StartLinks;
@@ -26,6 +27,7 @@ use super::tcp_store::{ServedStore, TcpStore};
 use super::wait_context::{WaitContext, with_limits};
 use crate::codec::{decode, encode};
 use crate::config::{Config, Rendezvous};
+use crate::deadline::{Deadline, SetBy};
 use crate::error::{Error, Result};
 use crate::log::log_line;
 use crate::signals;
@@ -34,6 +36,9 @@ use crate::signals;
 const JOB: &str = "dl_comm/job";
 /// How often a rank that waits for the others checks whether rank 0 has started another job.
 const STALE_CHECK: Duration = Duration::from_millis(200);
+/// When the first ranks of all hosts must have connected, or have given up on it ([`CONNECT_TIMEOUT`]): a rank that has
+/// not, has ended or is stopped.
+const CONNECT_LIMIT: Duration = CONNECT_TIMEOUT.saturating_add(Duration::from_secs(5));
 /// Time limit of removing the job's name after a failure.
 const CLEAN_UP: Duration = Duration::from_secs(1);
 
@@ -288,16 +293,8 @@ impl Bootstrap for StoreBootstrap {
         let offers: Vec<(Ways, String, String)> = self.agree(offer, wait_ctx)?;
         let ways: Vec<Ways> = offers.iter().map(|(ways, ..)| ways.clone()).collect();
         let (way, prepared) = (Ways::choose(&ways)?, prepared?);
-        if let (Some(listener), false) = (listener, matches!(way, Way::Running { .. })) {
-            let host = |host: usize| {
-                let leader = members.topology.ranks_of(host)[0];
-                let addresses = offers[leader].1.split(',').filter_map(|address| address.parse().ok()).collect();
-                HostAddress { name: members.names[leader].clone(), ranks: vec![leader], addresses }
-            };
-            let hosts: Vec<HostAddress> = (0..members.topology.hosts()).map(host).collect();
-            let key = xxh3_128(offers[0].2.as_bytes());
-            let within = members.config.timeout.unwrap_or(Duration::MAX);
-            prepared.watch_links(StartLinks::connect(&listener, members.topology.host(), &hosts, key, within));
+        if !matches!(way, Way::Running { .. }) {
+            self.connect_hosts(&prepared, listener.as_ref(), members, &offers)?;
         }
         let started = start_network(prepared, way, &self.name, members, wait_ctx);
         let outcome = started.as_ref().map(drop).map_err(Error::clone);
@@ -341,6 +338,50 @@ impl Bootstrap for StoreBootstrap {
 }
 
 impl StoreBootstrap {
+    /// Connects the first ranks of the hosts with each other; the others wait. A rank that ends meanwhile is found here:
+    /// the library would wait for it without end. Collective.
+    fn connect_hosts(
+        &self,
+        prepared: &PreparedStart,
+        listener: Option<&Listener>,
+        members: &Members<'_>,
+        offers: &[(Ways, String, String)],
+    ) -> Result<()> {
+        let Members { topology, names, config, .. } = members;
+        let started = Instant::now();
+        if let Some(listener) = listener {
+            let host = |host: usize| {
+                let leader = topology.ranks_of(host)[0];
+                let addresses = offers[leader].1.split(',').filter_map(|address| address.parse().ok()).collect();
+                HostAddress { name: names[leader].clone(), ranks: vec![leader], addresses }
+            };
+            let hosts: Vec<HostAddress> = (0..topology.hosts()).map(host).collect();
+            let key = xxh3_128(offers[0].2.as_bytes());
+            let within = config.timeout.unwrap_or(Duration::MAX);
+            let is_vain = || prepared.lost().is_some();
+            prepared.watch_links(StartLinks::connect(listener, topology.host(), &hosts, key, within, &is_vain));
+        }
+        let checked = Cell::new(Instant::now());
+        let lost = || {
+            interruption().or_else(|| {
+                let is_due = checked.get().elapsed() >= LOST_CHECK;
+                is_due.then(|| checked.set(Instant::now())).and_then(|()| prepared.lost()).map(Error::PeerLost)
+            })
+        };
+        let deadline = match config.timeout {
+            Some(after) if after < CONNECT_LIMIT => Deadline::from(Some(after)),
+            _ => Deadline { after: Some(CONNECT_LIMIT.saturating_sub(started.elapsed())), set_by: SetBy::Library },
+        };
+        let connected = prepared.lost().map_or(Ok(()), |lost| Err(Error::PeerLost(lost)));
+        let agree = |ctx: &WaitContext<'_>| self.agree::<(), ()>(connected, ctx).map(drop);
+        let outcome = with_limits("connecting the hosts", deadline, None, &lost, agree);
+        if outcome.is_err() && self.rank == 0 {
+            // The others learn it from the store, which may end with this process.
+            thread::sleep(2 * LOST_CHECK);
+        }
+        outcome
+    }
+
     /// The values of all ranks, if all have succeeded. Collective.
     fn agree<T: Serialize, U: DeserializeOwned>(
         &self,

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::deadline::{Deadline, SetBy};
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::log::log_line;
 use crate::timings::CallTimings;
@@ -88,13 +88,12 @@ impl<'a> WaitContext<'a> {
 /// Those of `work`.
 pub fn with_limits<T>(
     what: &str,
-    timeout: Option<Duration>,
+    deadline: impl Into<Deadline>,
     warn: Option<Duration>,
     abort_reason: &dyn Fn() -> Option<Error>,
     work: impl FnOnce(&WaitContext<'_>) -> Result<T>,
 ) -> Result<T> {
     let callbacks = WaitCallbacks { describe: &|| what.to_owned(), abort_reason, on_stall: &log_line };
     let (warned, timings) = (AtomicBool::new(false), CallTimings::default());
-    let deadline = Deadline { after: timeout, set_by: SetBy::Environment };
-    work(&WaitContext::new(Instant::now(), deadline, warn, &warned, &timings, &callbacks))
+    work(&WaitContext::new(Instant::now(), deadline.into(), warn, &warned, &timings, &callbacks))
 }

@@ -53,6 +53,8 @@ pub struct PreparedStart {
     watch: StartupWatch,
     /// The connections with other hosts, on the first rank of a host.
     links: Arc<OnceLock<StartLinks>>,
+    /// See [`lost`].
+    lost: Arc<dyn Fn() -> Option<String> + Send + Sync>,
 }
 
 impl PreparedStart {
@@ -65,6 +67,11 @@ impl PreparedStart {
     pub fn watch_links(&self, links: StartLinks) {
         // Set once: a start is prepared for one network.
         let _set = self.links.set(links);
+    }
+
+    /// Describes a rank that has ended, on this host, at the other end of the connections, or known to another host.
+    pub fn lost(&self) -> Option<String> {
+        (self.lost)()
     }
 }
 
@@ -94,12 +101,14 @@ pub fn prepare_start(name: &str, members: &Members<'_>, store: &Arc<dyn Store>) 
     let start = || PmiServer::start(name, topology, Arc::clone(store));
     let server = ways.may_use_store().then(start).transpose()?;
     let links = Arc::default();
-    let lost = Box::new(lost(members, store, &links));
+    let lost: Arc<dyn Fn() -> Option<String> + Send + Sync> = Arc::new(lost(members, store, &links));
+    let watched = Arc::clone(&lost);
+    let others = Others { lost: Box::new(move || watched()), ..Others::default() };
     let others = match &server {
-        Some((server, _)) => Others { missing: Box::new(server.missing()), lost },
-        None => Others { lost, ..Others::default() },
+        Some((server, _)) => Others { missing: Box::new(server.missing()), ..others },
+        None => others,
     };
-    Ok(PreparedStart { ways, server, watch: lifetime::prepare(members.config, others)?, links })
+    Ok(PreparedStart { ways, server, watch: lifetime::prepare(members.config, others)?, links, lost })
 }
 
 /// A function that describes a rank that has ended: one of this host or at the other end of `links`, of which it informs
@@ -108,7 +117,7 @@ fn lost(
     members: &Members<'_>,
     store: &Arc<dyn Store>,
     links: &Arc<OnceLock<StartLinks>>,
-) -> impl Fn() -> Option<String> + Send + use<> {
+) -> impl Fn() -> Option<String> + Send + Sync + use<> {
     let (topology, processes) = (Arc::clone(members.topology), Arc::clone(members.processes));
     let links = Arc::clone(links);
     let (names, store) = (Arc::clone(members.names), Arc::clone(store));

@@ -17,7 +17,7 @@ use crate::transport::process::stat_fields;
 const NAME: &str = "dlcomm-start";
 
 /// Interval at which a watch looks for a lost rank.
-const LOST_CHECK: Duration = Duration::from_millis(500);
+pub const LOST_CHECK: Duration = Duration::from_millis(500);
 
 /// What a watch knows about the other ranks.
 pub struct Others {
