@@ -25,22 +25,35 @@ fi
 # tf1 asks for the distribution tensorflow, in whose place tensorflow-cpu does.
 extras=$(IFS=,; echo "${*/#tf1/tensorflow}")
 echo "dl_comm: building and installing into $venv${extras:+ with $extras} (the first time the core builds for about two minutes)"
-pip() { # shows pip's progress, and every ten seconds that it still builds
-  "$venv/bin/python" -m pip install --disable-pip-version-check "$@" &
-  local running=$! since=$SECONDS
-  # A command in the background ignores Ctrl-C.
-  trap 'kill "${running:-}" 2>/dev/null' INT TERM EXIT
-  while sleep 1 && kill -0 "$running" 2>/dev/null; do
-    [ $(((SECONDS - since) % 10)) -ne 0 ] || echo "dl_comm: pip has run $((SECONDS - since)) s (it builds the core after the downloads)"
-  done
-  wait "$running"
-  trap - INT TERM EXIT
-}
-packages=(".${extras:+[$extras]}")
+wheels=$(mktemp -d)
+# Commands in the background ignore Ctrl-C.
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$wheels"' EXIT
+trap 'exit 130' INT TERM
+pip() { "$venv/bin/python" -m pip "$@" --disable-pip-version-check; }
+
+# The core builds while pip downloads the frameworks, whose versions it checks afterwards.
+pip wheel -q --no-deps -w "$wheels" . >"$wheels/log" 2>&1 &
+building=$! since=$SECONDS
+frameworks=()
+for extra in "$@"; do
+  case $extra in
+    torch) frameworks+=(torch) ;;
+    tensorflow) frameworks+=(tensorflow-cpu) ;;
+    tf1) frameworks+=(tensorflow) ;;
+  esac
+done
 # Without a GPU: a torch without CUDA, where the package index has one.
-if [[ " $* " == *" torch "* ]] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null && ! "$venv/bin/python" -m pip show -q torch 2>/dev/null; then
-  cpu=$("$venv/bin/python" -m pip index versions torch 2>/dev/null | grep -o '[0-9.]*+cpu' | head -n 1 || true)
-  [ -z "$cpu" ] || packages+=("torch==$cpu")
+if [[ " $* " == *" torch "* ]] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null && ! pip show -q torch 2>/dev/null; then
+  cpu=$(pip index versions torch 2>/dev/null | grep -o '[0-9.]*+cpu' | head -n 1 || true)
+  [ -z "$cpu" ] || frameworks=("${frameworks[@]/%torch/torch==$cpu}")
 fi
-pip "${packages[@]}"
-case " $* " in *" test "* | *" tf1 "*) pip --no-deps "tf_keras>=2.16" ;; esac
+[ ${#frameworks[@]} -eq 0 ] || pip install "${frameworks[@]}"
+while kill -0 "$building" 2>/dev/null; do
+  [ $(((SECONDS - since) % 10)) -ne 0 ] || echo "dl_comm: building the core, $((SECONDS - since)) s"
+  sleep 1
+done
+wait "$building" || { cat "$wheels/log" >&2 && lacks "the core could not be built"; }
+# The wheel of another state of this checkout has the same version.
+pip install -q --no-deps --force-reinstall "$wheels"/dl_comm-*.whl
+pip install "$(echo "$wheels"/dl_comm-*.whl)${extras:+[$extras]}"
+case " $* " in *" test "* | *" tf1 "*) pip install --no-deps "tf_keras>=2.16" ;; esac

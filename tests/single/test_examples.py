@@ -99,7 +99,7 @@ def test_setup_reports_a_broken_cargo_at_once(tmp_path: Path) -> None:
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="has a GPU")
 @pytest.mark.parametrize(("versions", "chosen"), [("2.15.0+cu132, 2.15.0+cpu, 2.14.1+cpu", True), ("2.15.0", False)])
 def test_setup_chooses_a_torch_without_cuda(tmp_path: Path, versions: str, chosen: bool) -> None:
-    """The test's pip knows these versions, and installs nothing."""
+    """The test's pip knows these versions, and neither builds nor installs anything."""
     python = tmp_path / "venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text(
@@ -107,6 +107,7 @@ def test_setup_chooses_a_torch_without_cuda(tmp_path: Path, versions: str, chose
 case "$*" in
   *"pip show"*) exit 1 ;;
   *"pip index versions torch"*) echo "Available versions: {versions}" ;;
+  *"pip wheel"*) while [ "$1" != -w ]; do shift; done; touch "$2/dl_comm-0-any.whl" ;;
   *"pip install"*) echo "installs: $*" ;;
 esac
 """
@@ -115,9 +116,20 @@ esac
     env = {"DL_COMM_VENV": str(python.parent.parent), "PYTHON": sys.executable}
     finished = run([str(ROOT / "examples/setup.sh"), "torch", "examples"], 60, env)
     assert finished.returncode == 0, finished.output
-    (line,) = re.findall("^installs: .*", finished.output, re.MULTILINE)
-    assert (".[torch,examples] torch==2.15.0+cpu" in line) == chosen, line
-    assert ".[torch,examples]" in line
+    framework, core, extras = re.findall(r"^installs: .* (\S+) --disable", finished.output, re.MULTILINE)
+    assert framework == ("torch==2.15.0+cpu" if chosen else "torch")
+    assert core.endswith("/dl_comm-0-any.whl")
+    assert extras == f"{core}[torch,examples]"
+
+
+def test_setup_shows_why_the_core_is_not_built(tmp_path: Path) -> None:
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\ncase "$*" in *"pip wheel"*) echo "no compiler" && exit 1 ;; esac\n')
+    python.chmod(0o755)
+    finished = run([str(ROOT / "examples/setup.sh")], 60, {"DL_COMM_VENV": str(python.parent.parent)})
+    assert finished.returncode == 1
+    assert finished.output.endswith("no compiler\ndl_comm: the core could not be built\n"), finished.output
 
 
 def test_the_gate_ignores_the_environment_of_the_shell(tmp_path: Path) -> None:
