@@ -64,12 +64,14 @@ impl Flag {
         reached(self.value.load(Ordering::Acquire).wrapping_add(START), target)
     }
 
-    /// Checks up to `spins + 1` times whether the counter has reached `target`.
-    pub fn spin(&self, target: u32, spins: u32) -> bool {
+    /// Checks up to `spins + 1` times whether the counter has reached `target`, and calls `between` between the checks.
+    #[inline]
+    pub fn spin(&self, target: u32, spins: u32, between: impl Fn()) -> bool {
         for spin in 0..spins {
             if self.reached(target) {
                 return true;
             }
+            between();
             if spin % 64 == 63 {
                 thread::yield_now();
             } else {

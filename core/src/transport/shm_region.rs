@@ -22,7 +22,7 @@ use super::region_control::RegionControl;
 use super::region_layout::{CallHeader, MAX_WINDOW, RankFlags};
 use super::spin::{MaxSpins, Spins, Waiter};
 use super::step::START;
-use super::sync::AtomicU32;
+use super::sync::{AtomicU32, prefetch};
 use super::wait_context::WaitContext;
 use crate::error::{Error, Result};
 use crate::timings::WaitTarget;
@@ -344,11 +344,15 @@ impl ShmChannel {
     }
 
     /// Raises this rank's flag of `phase`, spins until all ranks of the host have raised theirs or the spins are used
-    /// up, then wakes sleepers. Returns whether all ranks have raised the flag.
+    /// up, then wakes sleepers. Returns whether all ranks have raised the flag. The start of a slot comes with the flag of
+    /// its rank: in two steps it took 0.05 of 0.6 µs between processors that share no cache.
     pub fn post_and_spin(&self, phase: Phase, step: u32) -> bool {
         let own_flag = self.flag(self.region.me, phase);
         own_flag.raise_no_wake(step);
-        let all = (0..self.region.layout.ranks).all(|rank| self.spin(self.flag(rank, phase), step));
+        let slots = self.slots(step);
+        let spin =
+            |rank| self.spin(self.flag(rank, phase), step, || slots.get(rank).copied().into_iter().for_each(prefetch));
+        let all = (0..self.region.layout.ranks).all(spin);
         own_flag.wake_sleepers();
         all
     }
@@ -369,7 +373,7 @@ impl ShmChannel {
                 continue;
             }
             let from = Instant::now();
-            let result = if self.spin(flag, step) {
+            let result = if self.spin(flag, step, || {}) {
                 Ok(())
             } else {
                 flag.sleep(step, &mut || self.check_wait(phase, step, ranks, wait_ctx))
@@ -392,9 +396,9 @@ impl ShmChannel {
         (0..ranks).find(|&rank| !self.flag(rank, phase).reached(step)).map(|rank| self.region.peers[rank].rank)
     }
 
-    /// Spins until `flag` reaches `step` or the spins are used up.
-    fn spin(&self, flag: &Flag, step: u32) -> bool {
-        flag.spin(step, self.spins.get(self.waiter.get()))
+    /// Spins until `flag` reaches `step` or the spins are used up; see [`Flag::spin`].
+    fn spin(&self, flag: &Flag, step: u32, between: impl Fn()) -> bool {
+        flag.spin(step, self.spins.get(self.waiter.get()), between)
     }
 
     /// The number of rounds that may overlap.

@@ -67,3 +67,16 @@ pub fn check_read(_from: *const u8, _len: usize) {}
 /// Records a write of a slot or a tensor under Loom; does nothing here.
 #[inline(always)]
 pub fn check_write(_to: *mut u8, _len: usize) {}
+
+/// Brings the cache line at `address` into the cache of this processor, where the compiler has a portable way to.
+#[inline(always)]
+pub fn prefetch(address: *mut u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch of any address has no effect that a program sees.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
