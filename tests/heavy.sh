@@ -51,6 +51,7 @@ programs() { # the tests of tests/single that the gate skips
 c10d() { # all tests of torch.distributed on up to four ranks, its faults again and again
   local ranks
   export DL_COMM_CACHE="$PWD/build/cache"
+  python -m dl_comm.build torch || return 1 # takes longer than a test may
   for ranks in 1 2 3 4; do
     python tests/ranks.py "$ranks" 900 python -m pytest -q tests/c10d || return 1
   done

@@ -65,8 +65,8 @@ step "torch.distributed: scripts and faults"
 python -m pytest -q -m "not heavy" tests/c10d
 
 step "Python tests that start programs"
-python -m pytest -q -m "not heavy" tests/single
+python -m pytest -q -m "not heavy" --durations=25 tests/single
 step "faults"
-python -m pytest -q -m "not heavy" tests/faults
+python -m pytest -q -m "not heavy" --durations=10 tests/faults
 
 step "all passed"
