@@ -4,6 +4,7 @@
 // A rank without a result gets zeros (reduce) or a tensor without rows (gather).
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -12,7 +13,6 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "dl_comm.h"
@@ -50,9 +50,10 @@ DimensionHandle rows_of_results(InferenceContext* context, int32_t collective) {
 }
 
 absl::Status like_inputs_but_rows(InferenceContext* context) {
-  int32_t collective = 0;
-  absl::Status status = context->GetAttr("collective", &collective);
+  std::string text;
+  absl::Status status = context->GetAttr("settings", &text);
   if (!status.ok()) return status;
+  const int32_t collective = std::atoi(text.c_str());  // the first of the numbers
   const bool joins = collective == DL_COMM_ALLGATHER || collective == DL_COMM_GATHER;
   if (collective == DL_COMM_ALLTOALL && context->num_inputs() == context->num_outputs()) return like_inputs(context);
   for (int i = 0; i < context->num_outputs(); ++i) {
@@ -78,16 +79,7 @@ REGISTER_OP("DlCommCollective")
     .Input("tensors: T")
     .Output("results: T")
     .Attr("T: list({" DL_COMM_ALL_TYPES "}) >= 0")
-    .Attr("collective: int")
-    .Attr("reduce: int = 0")
-    .Attr("group: int = 0")
-    .Attr("root: int = 0")
-    .Attr("prescale: string = '1'")
-    .Attr("postscale: string = '1'")
-    .Attr("caller_blocks: bool = false")
-    .Attr("timeout: float = -1")
-    .Attr("call_name: string")
-    .Attr("labels: string = ''")
+    .Attr("settings: string")
     .SetIsStateful()
     .SetShapeFn(like_inputs)
     .Doc(R"doc(
@@ -95,16 +87,15 @@ Allreduce, reduce or broadcast of a list of tensors, or a barrier, on a group of
 
 tensors: The tensors of this rank; none for a barrier. Number, types and shapes must be the same on all ranks.
 results: The results. Zeros on the other ranks than the root of a reduce.
-collective: As in dl_comm.h.
-reduce: The operator, as in dl_comm.h.
-group: The number of the group in this process; 0 is the group of all ranks.
-root: The rank of the group that has the values, or gets the results.
-prescale: A factor of the inputs, of the operator DL_COMM_SCALED_SUM. As text, because attributes are float32.
-postscale: A factor of the sum.
-caller_blocks: Whether the calling thread waits for the result anyway, so that it may run the call.
-timeout: The deadline in seconds; 0: no limit; negative: the group's.
-call_name: A name that must be the same on all ranks.
-labels: The names of the tensors, one per line, for error messages.
+settings: Text as in settings.h, with these numbers:
+  collective: As in dl_comm.h.
+  reduce: The operator, as in dl_comm.h.
+  group: The number of the group in this process; 0 is the group of all ranks.
+  root: The rank of the group that has the values, or gets the results.
+  prescale: A factor of the inputs, of the operator DL_COMM_SCALED_SUM.
+  postscale: A factor of the sum.
+  caller_blocks: Whether the calling thread waits for the result anyway, so that it may run the call.
+  timeout: The deadline in seconds; 0: no limit; negative: the group's.
 )doc");
 
 REGISTER_OP("DlCommBlockCollective")
@@ -113,16 +104,7 @@ REGISTER_OP("DlCommBlockCollective")
     .Output("results: T")
     .Attr("T: list({" DL_COMM_ALL_TYPES "}) >= 1")
     .Attr("N: int >= 0")
-    .Attr("collective: int")
-    .Attr("reduce: int = 0")
-    .Attr("group: int = 0")
-    .Attr("root: int = 0")
-    .Attr("prescale: string = '1'")
-    .Attr("postscale: string = '1'")
-    .Attr("caller_blocks: bool = false")
-    .Attr("timeout: float = -1")
-    .Attr("call_name: string")
-    .Attr("labels: string = ''")
+    .Attr("settings: string")
     .SetIsStateful()
     .SetShapeFn(like_inputs_but_rows)
     .Doc(R"doc(
@@ -132,7 +114,7 @@ tensors: The tensors of this rank. In a scatter, those of the root; the other ra
 counts: Nothing for blocks of equal length. Otherwise there is one tensor, and the extents of the blocks of all ranks;
   for an all-to-all those that this rank sends, and those that it receives.
 results: The results. Tensors without rows on the other ranks than the root of a gather.
-collective: As in dl_comm.h; the other attributes are those of DlCommCollective.
+settings: Those of DlCommCollective.
 )doc");
 
 REGISTER_OP("DlCommGroup")
@@ -168,24 +150,12 @@ std::optional<GroupInfo> find_group(int64_t group) {
 
 absl::Status invalid(absl::string_view message) { return to_status(DL_COMM_ERROR_INVALID, message); }
 
-absl::Status factor(OpKernelConstruction* context, const char* name, double& value) {
-  std::string text;
-  const absl::Status status = context->GetAttr(name, &text);
-  if (!status.ok()) return status;
-  return absl::SimpleAtod(text, &value) ? status : invalid(absl::StrCat(name, " is no number: ", text));
-}
-
 // Runs a DlCommCollective.
 class GroupKernel : public CollectiveKernel {
  public:
   explicit GroupKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("collective", &collective_));
-    OP_REQUIRES_OK(context, context->GetAttr("reduce", &reduce_));
-    OP_REQUIRES_OK(context, context->GetAttr("group", &group_));
-    OP_REQUIRES_OK(context, context->GetAttr("root", &root_));
-    OP_REQUIRES_OK(context, factor(context, "prescale", prescale_));
-    OP_REQUIRES_OK(context, factor(context, "postscale", postscale_));
-    OP_REQUIRES_OK(context, context->GetAttr("caller_blocks", &caller_blocks_));
+    OP_REQUIRES_OK(context, read_settings(context, call_name_, labels_, collective_, reduce_, group_, root_, prescale_,
+                                          postscale_, caller_blocks_, timeout_));
   }
 
  protected:

@@ -22,6 +22,7 @@
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tf_ops/convert.h"
 #include "tf_ops/device_stream.h"
+#include "tf_ops/settings.h"
 
 namespace dl_comm {
 
@@ -98,14 +99,10 @@ inline void advise_huge_pages(const tensorflow::Tensor& tensor) {
   madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 }
 
-// The common part: attributes, and the conversion of a context to a `TensorList`.
+// The common part: the conversion of a context to a `TensorList`. Constructors of kernels read the settings.
 class CollectiveKernel : public AsyncOpKernel {
  public:
-  explicit CollectiveKernel(OpKernelConstruction* context) : AsyncOpKernel(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("call_name", &call_name_));
-    OP_REQUIRES_OK(context, context->GetAttr("labels", &labels_));
-    OP_REQUIRES_OK(context, context->GetAttr("timeout", &timeout_));
-  }
+  using AsyncOpKernel::AsyncOpKernel;
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) final {
     DeviceStream target;
@@ -155,7 +152,7 @@ class CollectiveKernel : public AsyncOpKernel {
 
   std::string call_name_;
   std::string labels_;
-  float timeout_ = -1;
+  double timeout_ = -1;
 };
 
 #ifdef DL_COMM_TF_GPU

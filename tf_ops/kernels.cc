@@ -14,11 +14,8 @@ namespace {
 class GradientsKernel : public CollectiveKernel {
  public:
   explicit GradientsKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("team", &team_));
-    OP_REQUIRES_OK(context, context->GetAttr("towers", &towers_));
-    OP_REQUIRES_OK(context, context->GetAttr("owner", &owner_));
-    OP_REQUIRES_OK(context, context->GetAttr("part", &part_));
-    OP_REQUIRES_OK(context, context->GetAttr("timed", &timed_));
+    OP_REQUIRES_OK(context,
+                   read_settings(context, call_name_, labels_, team_, towers_, owner_, part_, timed_, timeout_));
   }
 
  protected:
@@ -56,7 +53,7 @@ class GradientsKernel : public CollectiveKernel {
 class BroadcastKernel : public CollectiveKernel {
  public:
   explicit BroadcastKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("root", &root_));
+    OP_REQUIRES_OK(context, read_settings(context, call_name_, labels_, root_, timeout_));
   }
 
  protected:

@@ -40,13 +40,7 @@ REGISTER_OP("DlCommMessage")
     .Output("bytes: int64")
     .Attr("S: list({" DL_COMM_ALL_TYPES "}) >= 0")
     .Attr("R: list({" DL_COMM_ALL_TYPES "}) >= 0")
-    .Attr("destination: int = 0")
-    .Attr("send_tag: int = 0")
-    .Attr("source: int = -1")
-    .Attr("receive_tag: int = -1")
-    .Attr("group: int = 0")
-    .Attr("timeout: float = -1")
-    .Attr("call_name: string = ''")
+    .Attr("settings: string")
     .SetIsStateful()
     .SetShapeFn(like_and_scalars)
     .Doc(R"doc(
@@ -58,13 +52,13 @@ received: The received tensors.
 source_rank: The rank that has sent them; -1 without a receive.
 message_tag: The tag of the received message.
 bytes: Its length.
-destination: The rank to send to.
-send_tag: The tag of the sent message.
-source: The rank to receive from; -1: any.
-receive_tag: The tag to receive; -1: any.
-group: The number of the group in this process; 0 is the group of all ranks.
-timeout: The deadline in seconds; 0: no limit; negative: the group's.
-call_name: For error messages of this rank.
+settings: Text as in settings.h, with a name for error messages of this rank, and these numbers:
+  destination: The rank to send to.
+  send_tag: The tag of the sent message.
+  source: The rank to receive from; -1: any.
+  receive_tag: The tag to receive; -1: any.
+  group: The number of the group in this process; 0 is the group of all ranks.
+  timeout: The deadline in seconds; 0: no limit; negative: the group's.
 )doc");
 
 // One run of the kernel, shared by its transfers.
@@ -129,13 +123,9 @@ class TransferCompletion final : public Completion {
 class MessageKernel final : public AsyncOpKernel {
  public:
   explicit MessageKernel(OpKernelConstruction* context) : AsyncOpKernel(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("destination", &destination_));
-    OP_REQUIRES_OK(context, context->GetAttr("send_tag", &send_tag_));
-    OP_REQUIRES_OK(context, context->GetAttr("source", &source_));
-    OP_REQUIRES_OK(context, context->GetAttr("receive_tag", &receive_tag_));
-    OP_REQUIRES_OK(context, context->GetAttr("group", &group_));
-    OP_REQUIRES_OK(context, context->GetAttr("timeout", &timeout_));
-    OP_REQUIRES_OK(context, context->GetAttr("call_name", &call_name_));
+    std::string labels;  // none
+    OP_REQUIRES_OK(context, read_settings(context, call_name_, labels, destination_, send_tag_, source_, receive_tag_,
+                                          group_, timeout_));
   }
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
@@ -192,7 +182,7 @@ class MessageKernel final : public AsyncOpKernel {
   int32_t source_ = -1;
   int32_t receive_tag_ = -1;
   int64_t group_ = 0;
-  float timeout_ = -1;
+  double timeout_ = -1;
   std::string call_name_;
 };
 

@@ -22,19 +22,11 @@ absl::Status scalar_shape(tensorflow::shape_inference::InferenceContext* context
   return absl::OkStatus();
 }
 
-// An attribute called `name` would clash with the name of the node, hence `call_name`.
 REGISTER_OP("DlCommGradients")
     .Input("tensors: T")
     .Output("means: T")
     .Attr("T: list({half, bfloat16, float, double, int8, uint8, int32, int64}) >= 1")
-    .Attr("team: int")
-    .Attr("towers: int >= 1 = 1")
-    .Attr("owner: int = 0")
-    .Attr("part: bool = false")
-    .Attr("timed: bool = true")
-    .Attr("timeout: float = -1")
-    .Attr("call_name: string")
-    .Attr("labels: string = ''")
+    .Attr("settings: string")
     .SetIsStateful()
     .SetShapeFn(same_shapes)
     .Doc(R"doc(
@@ -42,24 +34,20 @@ The mean of every tensor over all ranks; a mean of integers rounds toward zero.
 
 tensors: The tensors of this rank. Number, types and shapes must be the same on all ranks.
 means: The means, in the order of `tensors`, the same on every rank.
-team: The team that runs the call; -1 is the team of broadcast and barrier.
-towers: The number of replicas of a list that `tensors` contains, one after the other; the mean is also over these.
-owner: Distinguishes, on this rank only, equal lists of one `call_name`, for example of two optimizers.
-part: Whether the call belongs to the same step as the previous call, so that the schedule does not count it again.
-timed: Whether its duration counts as time that this rank waits for communication.
-timeout: The deadline in seconds; 0: no limit; negative: the team's.
-call_name: A name that must be the same on all ranks.
-labels: The names of the tensors, one per line, for error messages.
+settings: Text as in settings.h, with these numbers:
+  team: The team that runs the call; -1 is the team of broadcast and barrier.
+  towers: The number of replicas of a list that `tensors` contains, one after the other; the mean is also over these.
+  owner: Distinguishes, on this rank only, equal lists of one name, for example of two optimizers.
+  part: Whether the call belongs to the same step as the previous call, so that the schedule does not count it again.
+  timed: Whether its duration counts as time that this rank waits for communication.
+  timeout: The deadline in seconds; 0: no limit; negative: the team's.
 )doc");
 
 REGISTER_OP("DlCommBroadcast")
     .Input("tensors: T")
     .Output("values: T")
     .Attr("T: list({" DL_COMM_ALL_TYPES "}) >= 1")
-    .Attr("root: int")
-    .Attr("timeout: float = -1")
-    .Attr("call_name: string")
-    .Attr("labels: string = ''")
+    .Attr("settings: string")
     .SetIsStateful()
     .SetShapeFn(same_shapes)
     .Doc(R"doc(
@@ -67,10 +55,9 @@ The tensors of the rank `root`, on every rank.
 
 tensors: The tensors of this rank. Number, types and shapes must be the same on all ranks.
 values: The tensors of the root, in the order of `tensors`.
-root: The rank that has the values.
-timeout: The deadline in seconds; 0: no limit; negative: the team's.
-call_name: A name that must be the same on all ranks.
-labels: The names of the tensors, one per line, for error messages.
+settings: Text as in settings.h, with these numbers:
+  root: The rank that has the values.
+  timeout: The deadline in seconds; 0: no limit; negative: the team's.
 )doc");
 
 REGISTER_OP("DlCommCoreId").Output("core_id: int64").SetIsStateful().SetShapeFn(scalar_shape).Doc(R"doc(

@@ -17,8 +17,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def binding_of(tensors: Iterable[Any]) -> ModuleType | None:
     """The binding for these tensors, by type; None for arrays. Imports only frameworks that the caller uses."""
-    names = {type(tensor).__module__.partition(".")[0] for tensor in tensors}
-    # Import statements: AutoGraph warns about functions without source, such as import_module.
+    return _binding_for(*set(map(type, tensors)))
+
+
+@functools.lru_cache(256)  # types may be made at run time
+def _binding_for(*types: type) -> ModuleType | None:
+    names = {each.__module__.partition(".")[0] for each in types}
     if not names.isdisjoint(("tensorflow", "keras")):
         from dl_comm import tensorflow
 
@@ -43,15 +47,16 @@ def of_every_framework(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else kwargs.get(first)
+        given: Any = args[0] if args else kwargs.get(first)
         if given is None:
             given = kwargs.get("out")
-        if type(given) is np.ndarray:
+        kind: Any = type(given)
+        if kind is np.ndarray:
             return function(*args, **kwargs)
-        binding = binding_of(given if isinstance(given, (list, tuple)) else [given])
+        binding = binding_of(given) if issubclass(kind, (list, tuple)) else _binding_for(kind)
         if binding is None:
             return function(*args, **kwargs)
-        if binding.__name__.endswith(".tensorflow"):
+        if (writes or kwargs) and binding.__name__.endswith(".tensorflow"):
             if writes:
                 raise DTypeError(f"{name} cannot write into TensorFlow tensors; use dl_comm.tensorflow.{name}")
             for option in ("out", "async_op"):

@@ -12,6 +12,7 @@ tf = pytest.importorskip("tensorflow")
 
 import dl_comm as mc  # noqa: E402
 import dl_comm.tensorflow as dt  # noqa: E402
+from dl_comm.tensorflow import _ops  # noqa: E402
 
 FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
 INTEGERS = [tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64]
@@ -468,6 +469,10 @@ def test_bad_arguments_change_nothing(rank: int, size: int) -> None:
         (lambda: dt.all_to_all(x, receive_counts=[1] * size), mc.ArgumentError, "send_counts"),
         (lambda: dt.all_gather([x, x], ragged=True), mc.ArgumentError, "one array"),
         (lambda: dt.allreduce("text"), mc.DTypeError, "string"),
+        (lambda: dt.allreduce(tf.constant("text")), mc.DTypeError, "a tensor of string cannot be sent"),
+        (lambda: dt.all_gather([x, tf.constant(["text"])]), mc.DTypeError, "a tensor of string cannot be sent"),
+        (lambda: tf.function(dt.allreduce)(tf.constant("text")), mc.DTypeError, "a tensor of string cannot be sent"),
+        (lambda: _ops.run("dl_comm_collective", [x], "1 0"), mc.ArgumentError, "invalid settings of an op: 1 0"),
         (lambda: dt.allreduce(None), mc.DTypeError, "NoneType"),
         (lambda: dt.allreduce(object()), mc.DTypeError, "object"),
         (lambda: dt.reduce(x, size), mc.ArgumentError, f"root {size} is not a rank"),
@@ -487,6 +492,13 @@ def test_bad_arguments_change_nothing(rank: int, size: int) -> None:
         with pytest.raises(mc.ArgumentError, match="multiple of the"):
             dt.reduce_scatter(tf.ones([size + 1]))
     np.testing.assert_array_equal(dt.allreduce(x), np.full(4, size))
+
+
+@pytest.mark.parametrize("name", ["two words", "1 2\n3", "über"])
+def test_settings_keep_any_name(name: str) -> None:
+    with tf.Graph().as_default():
+        op = dt.allreduce(tf.ones([2]), "sum", name=name, timeout=0.1, prescale=0.1).op
+        assert _ops.settings_of(op) == ([1, 8, 0, 0, 0.1, 1, 0, 0.1], name)
 
 
 def other_collectives(odd: bool) -> Any:

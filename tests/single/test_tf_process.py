@@ -141,7 +141,7 @@ flag = sys.argv[1]
 
 x = tf.placeholder(tf.float32, [1000])
 # A session may start them in any order: they are all the same call.
-means = [_ops.library().dl_comm_gradients([x], team=0, call_name="same")[0] for _ in range(64)]
+means = [_ops.run("dl_comm_gradients", [x], _ops.settings("same", "", 0, 1, 0, 0, 1, -1))[0] for _ in range(64)]
 late = x
 for _ in range(200):
     late = tf.identity(late)

@@ -8,6 +8,7 @@ Thread rule: any thread may call everything; the ranks of the group make the sam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,26 +27,31 @@ from dl_comm.tensorflow._ops import no_autograph
 class _Call:
     """The arguments that all collectives share, with the tensors."""
 
-    def __init__(self, kind: str, x: Any, group: Group | None, name: str | None, timeout: float | None) -> None:
+    def __init__(self, code: int, x: Any, group: Group | None, name: str | None, timeout: float | None) -> None:
         checked_name(name)
-        self.name, self.timeout = name or kind, seconds(timeout)
-        self.group = _ops.number_of(group, COLLECTIVES.index(kind) + 1)
+        self.code, self.name, self.timeout = code, name or COLLECTIVES[code - 1], seconds(timeout)
+        self.group = _ops.number_of(group, code)
         self.is_list = isinstance(x, (list, tuple))
         self.given = _ops.listed(x) if self.is_list else [x]
         self.tensors = [converted(value) for value in self.given]
 
-    def run(self, code: int, **options: Any) -> Any:
+    def run(
+        self,
+        operator: int = 0,
+        factors: tuple[float, float] = NO_FACTORS,
+        root: int = 0,
+        counts: Sequence[tf.Tensor] = (),
+    ) -> Any:
         """Runs the collective; returns results of the kind of the argument."""
-        names = _ops.tensor_names(self.given)
         results = _ops.collective(
-            code, self.tensors, self.name, self.group, timeout=self.timeout, names=names, **options
+            self.code, self.tensors, self.name, self.group, self.timeout, operator, factors, root, counts, self.given
         )
         return list(results) if self.is_list else results[0]
 
     def exchanged(self, code: int, extents: tf.Tensor) -> tf.Tensor:
         """Runs the collective on the extents of blocks, before the call itself."""
         name = f"{self.name}: extents"
-        return _ops.collective(code, [extents], name, self.group, timeout=self.timeout)[0]
+        return _ops.collective(code, [extents], name, self.group, self.timeout)[0]
 
     def extents(self, counts: Any, ragged: bool) -> list[tf.Tensor]:
         """The extents of the first axis of all ranks' tensors, if they differ."""
@@ -95,20 +101,20 @@ def allreduce(
         dl_comm.CommError: The call failed; a graph raises `tf.errors`, see `dl_comm.error_of`.
     """
     operator, factors = operator_code(op, prescale, postscale)
-    is_list = isinstance(x, (list, tuple))
-    if sparse_as_dense or not (is_list or isinstance(x, tf.IndexedSlices)):
-        return _Call("allreduce", x, group, name, timeout).run(_ops.ALLREDUCE, operator=operator, factors=factors)
-    given = _ops.listed(x) if is_list else [x]
-    sparse = [i for i, value in enumerate(given) if isinstance(value, tf.IndexedSlices)]
-    if not sparse:
-        return _Call("allreduce", x, group, name, timeout).run(_ops.ALLREDUCE, operator=operator, factors=factors)
-    dense = [value for i, value in enumerate(given) if i not in sparse]
-    options: dict[str, Any] = {"group": group, "name": name, "timeout": timeout}
-    reduced = iter(allreduce(dense, op, prescale=prescale, postscale=postscale, **options) if dense else [])
-    results = [
-        _reduced_slices(value, op, factors, options) if i in sparse else next(reduced) for i, value in enumerate(given)
-    ]
-    return results if is_list else results[0]
+    if not (sparse_as_dense or isinstance(x, tf.Tensor)):
+        is_list = isinstance(x, (list, tuple))
+        given = _ops.listed(x) if is_list else [x]
+        sparse = [i for i, value in enumerate(given) if isinstance(value, tf.IndexedSlices)]
+        if sparse:
+            dense = [value for i, value in enumerate(given) if i not in sparse]
+            options: dict[str, Any] = {"group": group, "name": name, "timeout": timeout}
+            reduced = iter(allreduce(dense, op, prescale=prescale, postscale=postscale, **options) if dense else [])
+            results = [
+                _reduced_slices(value, op, factors, options) if i in sparse else next(reduced)
+                for i, value in enumerate(given)
+            ]
+            return results if is_list else results[0]
+    return _Call(_ops.ALLREDUCE, x, group, name, timeout).run(operator, factors)
 
 
 @no_autograph
@@ -129,8 +135,7 @@ def reduce(
         On the root as `allreduce`, on the other ranks zeros.
     """
     operator, _ = operator_code(op, *NO_FACTORS)
-    call = _Call("reduce", x, group, name, timeout)
-    return call.run(_ops.REDUCE, operator=operator, root=checked_root(root))
+    return _Call(_ops.REDUCE, x, group, name, timeout).run(operator, root=checked_root(root))
 
 
 @no_autograph
@@ -159,8 +164,8 @@ def all_gather(
     Returns:
         New tensors, of which the first axis has the sum of the extents.
     """
-    call = _Call("all_gather", x, group, name, timeout)
-    return call.run(_ops.ALLGATHER, counts=call.extents(counts, ragged))
+    call = _Call(_ops.ALLGATHER, x, group, name, timeout)
+    return call.run(counts=call.extents(counts, ragged))
 
 
 @no_autograph
@@ -175,8 +180,8 @@ def gather(
     ragged: bool = False,
 ) -> Any:
     """As `all_gather`, but only rank `root` of the group gets the result; the others get no rows. Collective."""
-    call = _Call("gather", x, group, name, timeout)
-    return call.run(_ops.GATHER, counts=call.extents(counts, ragged), root=checked_root(root))
+    call = _Call(_ops.GATHER, x, group, name, timeout)
+    return call.run(counts=call.extents(counts, ragged), root=checked_root(root))
 
 
 @no_autograph
@@ -203,8 +208,8 @@ def scatter(
     Returns:
         New tensors with this rank's blocks.
     """
-    call = _Call("scatter", x, group, name, timeout)
-    return call.run(_ops.SCATTER, counts=call.extents(counts, False), root=checked_root(root))
+    call = _Call(_ops.SCATTER, x, group, name, timeout)
+    return call.run(counts=call.extents(counts, False), root=checked_root(root))
 
 
 @no_autograph
@@ -236,8 +241,8 @@ def reduce_scatter(
         New tensors with this rank's blocks.
     """
     operator, factors = operator_code(op, prescale, postscale)
-    call = _Call("reduce_scatter", x, group, name, timeout)
-    return call.run(_ops.REDUCE_SCATTER, operator=operator, factors=factors, counts=call.extents(counts, False))
+    call = _Call(_ops.REDUCE_SCATTER, x, group, name, timeout)
+    return call.run(operator, factors, counts=call.extents(counts, False))
 
 
 @no_autograph
@@ -267,12 +272,12 @@ def all_to_all(
     """
     if send_counts is None and receive_counts is not None:
         raise ArgumentError("receive_counts without send_counts; give both")
-    call = _Call("all_to_all", x, group, name, timeout)
+    call = _Call(_ops.ALLTOALL, x, group, name, timeout)
     counts = call.extents(send_counts, False)
     if counts:
         received = None if receive_counts is None else _counts(receive_counts)
         counts.append(call.exchanged(_ops.ALLTOALL, counts[0]) if received is None else received)
-    return call.run(_ops.ALLTOALL, counts=counts)
+    return call.run(counts=counts)
 
 
 @no_autograph
@@ -296,8 +301,11 @@ def barrier(*, timeout: float | None = None, group: Group | None = None, name: s
 
 
 def converted(value: Any) -> tf.Tensor:
-    """Convert a tensor, what TensorFlow converts, or a number. Raises DTypeError for other values."""
-    if isinstance(value, tf.Tensor) and value.dtype in _ops.ALL_TYPES:
+    """Convert a tensor, what TensorFlow converts, or a number. Raises DTypeError for other values.
+
+    Tensors stay as they are: the ops refuse other types.
+    """
+    if isinstance(value, tf.Tensor):
         return value
     if isinstance(value, (bool, int, float, complex, np.generic, np.ndarray)):
         (value,), _ = arrays_of(value)  # refuses masked arrays
@@ -327,7 +335,7 @@ def _reduced_slices(
     indices = joined(slices.indices, "indices", counts)
     factor = tf.constant(factors[0] * factors[1], tf.float64)
     if op == "mean":
-        factor /= tf.cast(_ops.run("dl_comm_group", group=_ops.number_of(options["group"])).size, tf.float64)
+        factor /= tf.cast(_ops.run("dl_comm_group", _ops.number_of(options["group"])).size, tf.float64)
     if op == "mean" or factors != NO_FACTORS:
         if not (values.dtype.is_floating or values.dtype.is_complex):
             raise DTypeError(f"tf.IndexedSlices of {values.dtype.name} have no mean; give sparse_as_dense=True")

@@ -27,7 +27,8 @@ class _Backward:
 
     def __init__(self, op: Any, upstream: Sequence[Any]) -> None:
         self.op, self.outputs = op, len(op.outputs)
-        self.name = f"{tf.compat.as_str(op.get_attr('call_name'))}/gradient"
+        numbers, name = _ops.settings_of(op)
+        self.name = f"{name}/gradient"
         self.indices = [i for i, y in enumerate(op.outputs) if y.dtype.is_floating or y.dtype.is_complex]
         self.x = [op.inputs[i] for i in self.indices]
         self.y = [op.outputs[i] for i in self.indices]
@@ -35,20 +36,17 @@ class _Backward:
             tf.zeros_like(y) if upstream[i] is None else tf.convert_to_tensor(upstream[i])
             for i, y in zip(self.indices, self.y, strict=True)
         ]
-        self.root, self.group, self.operator, self.factors = self.attribute("root"), 0, _SUM, NO_FACTORS
-        if op.type != _PLAIN_BROADCAST:
-            self.group, self.operator = self.attribute("group"), self.attribute("reduce")
-            self.factors = (float(self.attribute("prescale")), float(self.attribute("postscale")))
+        if op.type == _PLAIN_BROADCAST:  # to all ranks
+            numbers = [_ops.BROADCAST, _SUM, 0, numbers[0], *NO_FACTORS, False, numbers[1]]
+        self.code, self.operator, self.group, self.root = map(int, numbers[:4])
+        self.factors, self.timeout = (numbers[4], numbers[5]), numbers[-1]
         self.counts = list(op.inputs[self.outputs :])
-
-    def attribute(self, name: str) -> Any:
-        return self.op.get_attr(name)
 
     def call(
         self, code: int, tensors: Sequence[Any], counts: Sequence[Any] = (), name: str = "", **options: Any
     ) -> list[Any]:
         """Runs a collective on the group and with the root of the op."""
-        options = {"root": self.root, "timeout": self.attribute("timeout"), "counts": counts, **options}
+        options = {"root": self.root, "timeout": self.timeout, "counts": counts, **options}
         # Counts belong to one tensor.
         parts = [[tensor] for tensor in tensors] if counts else [tensors]
         name = self.name + name
@@ -58,7 +56,7 @@ class _Backward:
         """Multiplies by the factor of each input in the results: that of a mean or of a scaled sum."""
         factor = tf.constant(self.factors[0] * self.factors[1], tf.float64)
         if self.operator == _MEAN:
-            factor = 1 / tf.cast(_ops.run("dl_comm_group", group=self.group).size, tf.float64)
+            factor = 1 / tf.cast(_ops.run("dl_comm_group", self.group).size, tf.float64)
         elif self.operator != _SCALED_SUM:
             return list(tensors)
         return [tensor * tf.cast(factor, tensor.dtype) for tensor in tensors]
@@ -111,7 +109,7 @@ def _of_all_gather(back: _Backward) -> list[Any]:
 
 def _of_gather(back: _Backward) -> list[Any]:
     # The gradients of other ranks than the root have no rows, so the blocks need counts.
-    size = _ops.run("dl_comm_group", group=back.group).size
+    size = _ops.run("dl_comm_group", back.group).size
     results = []
     for x, dy in zip(back.x, back.dy, strict=True):
         counts = back.counts or [tf.fill([size], _ops.extent(x)[0])]
@@ -157,16 +155,10 @@ _OF = {
 
 def _of_collective(op: Any, *upstream: Any) -> list[Any]:
     back = _Backward(op, upstream)
-    return back.results(_OF[back.attribute("collective")](back) if back.indices else [])
-
-
-def _of_plain_broadcast(op: Any, *upstream: Any) -> list[Any]:
-    """That of the broadcast to all ranks, an op of its own."""
-    back = _Backward(op, upstream)
-    return back.results(_of_broadcast(back) if back.indices else [])
+    return back.results(_OF[back.code](back) if back.indices else [])
 
 
 tf.RegisterGradient("DlCommCollective")(_of_collective)
 tf.RegisterGradient("DlCommBlockCollective")(_of_collective)
-tf.RegisterGradient(_PLAIN_BROADCAST)(_of_plain_broadcast)
+tf.RegisterGradient(_PLAIN_BROADCAST)(_of_collective)
 tf.no_gradient("DlCommGroup")

@@ -106,15 +106,17 @@ def _message(
     group: Group | None,
     name: str | None,
     timeout: float | None,
-    **attributes: int,
+    *,
+    destination: int = 0,
+    send_tag: int = 0,
+    source: int = -1,
+    receive_tag: int = -1,
 ) -> Any:
     checked_name(name)
     _ops.refuse_xla()
     number, limit = _ops.number_of(group), seconds(timeout)
-    with _ops.placement(on_host=True):
-        return _ops.run(
-            "dl_comm_message", sent=sent, like=like, group=number, timeout=limit, call_name=name or "", **attributes
-        )
+    text = _ops.settings(name or "", "", destination, send_tag, source, receive_tag, number, limit)
+    return _ops.run("dl_comm_message", sent, like, text, on_host=True)
 
 
 def _received(like: Any, message: Any) -> tuple[Any, Status]:

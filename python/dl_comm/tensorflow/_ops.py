@@ -3,7 +3,7 @@
 Call names. All ranks must issue the same calls on a team. The core detects different names, and matches calls by name
 if their order differs; it also compares types and shapes.
 
-- Eager calls have the same name in each step: a number in an op attribute would create a new kernel per step.
+- Eager calls have the same name in each step: a number in the op's attribute would create a new kernel per step.
 - A call in a graph also has its number among calls of the same name in that graph, because a TF1 session may run two of
   them in either order. Each graph numbers from 0, so a `tf.function` that only one rank traces again keeps its names.
 - In a loop, the kernel adds the iteration and the names of the loops, because a TF1 session may run several iterations
@@ -14,7 +14,6 @@ Thread rule: any thread may call everything.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import threading
@@ -22,7 +21,6 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -53,7 +51,6 @@ _ADASUM, _ = operator_code("adasum", *NO_FACTORS)
 # The default of torch's DistributedDataParallel.
 BUCKET_BYTES = 25 << 20
 
-_NOWHERE = contextlib.nullcontext()
 _counters: weakref.WeakKeyDictionary[tf.Graph, Counter[tuple[str, int | str]]] = weakref.WeakKeyDictionary()
 _counters_lock = threading.Lock()
 
@@ -62,14 +59,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def no_autograph(function: _Function) -> _Function:
     """Exclude a function from AutoGraph, which rewrites the Python code that a `tf.function` calls."""
-    excluded = tf.autograph.experimental.do_not_convert(function)
-
-    @functools.wraps(excluded)  # with the mark by which AutoGraph knows it
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # An eager call has no AutoGraph, whose context takes longer than a small call.
-        return (function if tf.executing_eagerly() else excluded)(*args, **kwargs)
-
-    return cast(_Function, call)
+    # The function gets only the mark by which AutoGraph knows it: TensorFlow's wrapper takes longer than a small call.
+    marks = vars(tf.autograph.experimental.do_not_convert(function))
+    vars(function).update((name, mark) for name, mark in marks.items() if name != "__wrapped__")
+    return function
 
 
 @functools.cache
@@ -86,12 +79,17 @@ def library() -> Any:
     return loaded
 
 
-def run(op: str, **arguments: Any) -> Any:
-    """Run an op, or add it to the graph. In eager mode, raise the error of dl_comm that it reports."""
+def run(op: str, *arguments: Any, on_host: bool = False) -> Any:
+    """Run an op, or add it to the graph. In eager mode, raise the error of dl_comm that it reports.
+
+    `on_host`: the core supports the call in host memory only; TensorFlow copies the tensors there.
+    """
     try:
-        return _function(op)(**arguments)
-    except tf.errors.OpError as error:
-        known = translate(error)
+        return _function(op, on_host)(*arguments)
+    except (tf.errors.OpError, TypeError) as error:
+        given = [value for argument in arguments if isinstance(argument, list) for value in argument]
+        refused = [value for value in given if value.dtype.base_dtype not in ALL_TYPES]
+        known = _type_error(refused[0].dtype, "sent to other ranks", refused[0]) if refused else translate(error)
         if known is error:
             raise
         raise known from None
@@ -103,8 +101,29 @@ def run(op: str, **arguments: Any) -> Any:
 
 
 @functools.cache
-def _function(op: str) -> Callable[..., Any]:
-    return cast(Callable[..., Any], getattr(library(), op))
+def _function(op: str, on_host: bool) -> Callable[..., Any]:
+    function = cast(Callable[..., Any], getattr(library(), op))
+    # Without CUDA, the core supports all calls in host memory only.
+    if not _has_gpus() or (tf.test.is_built_with_cuda() and not on_host):
+        return function
+
+    def placed(*arguments: Any) -> Any:
+        with tf.device("CPU:0"):
+            return function(*arguments)
+
+    return placed
+
+
+@functools.lru_cache(512)
+def settings(name: str, labels: str, *numbers: float) -> str:
+    """Return the settings of an op, as in settings.h."""
+    return "\0".join((" ".join(str(+number) for number in numbers), name, labels))
+
+
+def settings_of(op: Any) -> tuple[list[float], str]:
+    """Return the numbers and the name in the settings of an op."""
+    numbers, name, _ = tf.compat.as_str(op.get_attr("settings")).split("\0", 2)
+    return [float(number) for number in numbers.split()], name
 
 
 def core_id() -> int:
@@ -191,19 +210,11 @@ def broadcast_new(
     root, limit = checked_root(root), seconds(timeout)
     if group is not None:
         number = number_of(group)
-        return list(collective(BROADCAST, values, name, number, timeout=limit, root=root, names=tensor_names(given)))
+        return list(collective(BROADCAST, values, name, number, timeout=limit, root=root, named=given))
     refuse_xla()
-    with placement(on_host=False):
-        return list(
-            run(
-                "dl_comm_broadcast",
-                tensors=values,
-                root=root,
-                timeout=limit,
-                call_name=call_name(name, CONTROL_TEAM),
-                labels=tensor_names(given),
-            )
-        )
+    labels = tensor_names(given, tf.executing_eagerly())
+    text = settings(call_name(name, CONTROL_TEAM), labels, root, limit)
+    return list(run("dl_comm_broadcast", values, text))
 
 
 def collective(
@@ -211,13 +222,12 @@ def collective(
     tensors: Sequence[tf.Tensor],
     name: str,
     group: int,
-    *,
     timeout: float = -1.0,
     operator: int = 0,
     factors: tuple[float, float] = NO_FACTORS,
     root: int = 0,
     counts: Sequence[tf.Tensor] = (),
-    names: str = "",
+    named: Sequence[Any] = (),
 ) -> Any:
     """Add or run a collective of dl_comm.h, `code`, on the group with the number `group`.
 
@@ -231,7 +241,7 @@ def collective(
         factors: Those of a scaled sum.
         root: The root.
         counts: As int64 tensors: the extents of the blocks, if they differ.
-        names: The tensors' names, one per line.
+        named: What the tensors were converted from, whose names stand in messages.
 
     Returns:
         The list of results; for a barrier in a graph, the operation.
@@ -240,22 +250,12 @@ def collective(
     if not eager:
         refuse_xla()
         name = call_name(name, f"group {group}")
-    attributes = {
-        "collective": code,
-        "reduce": operator,
-        "group": group,
-        "root": root,
-        "caller_blocks": eager,
-        "timeout": timeout,
-        "call_name": name,
-        "labels": names,
-    }
-    if factors != NO_FACTORS:
-        attributes["prescale"], attributes["postscale"] = map(repr, factors)
-    with placement(on_host=code not in _ON_GPU or operator == _ADASUM):
-        if code in _LIKE_INPUTS:
-            return run("dl_comm_collective", tensors=tensors, **attributes)
-        return run("dl_comm_block_collective", tensors=tensors, counts=counts, **attributes)
+    labels = tensor_names(named, eager)
+    text = settings(name, labels, code, operator, group, root, factors[0], factors[1], eager, timeout)
+    on_host = code not in _ON_GPU or operator == _ADASUM
+    if code in _LIKE_INPUTS:
+        return run("dl_comm_collective", tensors, text, on_host=on_host)
+    return run("dl_comm_block_collective", tensors, counts, text, on_host=on_host)
 
 
 def extent(tensor: tf.Tensor) -> tf.Tensor:
@@ -287,7 +287,8 @@ def average(value: Any, *, name: str | None = None) -> tf.Tensor:
     tensor = tf.convert_to_tensor(value)
     if tensor.dtype.is_integer or tensor.dtype.is_bool:
         tensor = tf.cast(tensor, tf.float64)
-    return _gradients([tensor], CONTROL_TEAM, name or "average", labels=tensor_names([value]))[0]
+    labels = tensor_names([value], tf.executing_eagerly())
+    return _gradients([tensor], CONTROL_TEAM, name or "average", labels)[0]
 
 
 @no_autograph
@@ -305,7 +306,9 @@ def average_non_none(
     """
     results = [None if grad is None else as_tensor(grad, _AVERAGED, "averaged") for grad in grads]
     present = [i for i, grad in enumerate(results) if grad is not None]
-    buckets = _buckets(results, present)
+    eager = tf.executing_eagerly()
+    # In eager mode, all gradients are ready.
+    buckets = [present] * bool(present) if eager else _buckets(results, present)
     before: list[Any] = []
     for number, bucket in enumerate(buckets):
         # Without dependencies, a TF1 session would start them in a different order on each rank.
@@ -314,7 +317,7 @@ def average_non_none(
                 [results[i] for i in bucket],
                 team,
                 name,
-                labels=tensor_names([grads[i] if variables[i] is None else variables[i] for i in bucket]),
+                labels=tensor_names([grads[i] if variables[i] is None else variables[i] for i in bucket], eager),
                 owner=owner,
                 part=number > 0,
                 timed=number == len(buckets) - 1,
@@ -326,9 +329,6 @@ def average_non_none(
 
 
 def _buckets(grads: Sequence[Any], present: list[int]) -> list[list[int]]:
-    if tf.executing_eagerly():
-        # All gradients are ready.
-        return [present] if present else []
     size = bucket_bytes() or BUCKET_BYTES
     return list(split(present[::-1], lambda i: (grads[i].shape.num_elements() or 0) * grads[i].dtype.size, size))
 
@@ -348,21 +348,10 @@ def _gradients(
     tensors = [as_tensor(value, _AVERAGED, "averaged") for value in given]
     refuse_xla()
     owner = _scope() if owner is None else owner
-    with placement(on_host=towers > 1 or _may_return_early(team, owner)):
-        return list(
-            run(
-                "dl_comm_gradients",
-                tensors=tensors,
-                team=team,
-                towers=towers,
-                timeout=timeout,
-                owner=owner,
-                part=part,
-                timed=timed,
-                call_name=call_name(base, team),
-                labels=tensor_names(given[: len(given) // towers]) if labels is None else labels,
-            )
-        )
+    if labels is None:
+        labels = tensor_names(given[: len(given) // towers], tf.executing_eagerly())
+    text = settings(call_name(base, team), labels, team, towers, owner, part, timed, timeout)
+    return list(run("dl_comm_gradients", tensors, text, on_host=towers > 1 or _may_return_early(team, owner)))
 
 
 def _gradient_of_gradients(op: Any, *upstream: Any) -> list[Any]:
@@ -372,8 +361,8 @@ def _gradient_of_gradients(op: Any, *upstream: Any) -> list[Any]:
     results: list[Any] = [None] * len(op.outputs)
     if floating:
         grads = [tf.zeros_like(op.outputs[i]) if upstream[i] is None else upstream[i] for i in floating]
-        name = f"{tf.compat.as_str(op.get_attr('call_name'))}/gradient"
-        means = _gradients(grads, op.get_attr("team"), name, towers=op.get_attr("towers"))
+        (team, towers, *_), name = settings_of(op)
+        means = _gradients(grads, int(team), f"{name}/gradient", towers=int(towers))
         for i, mean in zip(floating, means, strict=True):
             results[i] = mean
     return results
@@ -381,16 +370,6 @@ def _gradient_of_gradients(op: Any, *upstream: Any) -> list[Any]:
 
 tf.RegisterGradient("DlCommGradients")(_gradient_of_gradients)
 tf.no_gradient("DlCommCoreId")
-
-
-def placement(on_host: bool) -> AbstractContextManager[Any]:
-    """Return the device context of an op: TensorFlow's choice, or the CPU, to which TensorFlow copies the tensors.
-
-    `on_host`: the core supports this call in host memory only. Without CUDA, it supports all calls there only.
-    """
-    if _has_gpus() and (on_host or not tf.test.is_built_with_cuda()):
-        return cast(AbstractContextManager[Any], tf.device("CPU:0"))
-    return _NOWHERE
 
 
 @functools.cache
@@ -425,7 +404,7 @@ def _may_return_early_function() -> Any:
 
 def listed(tensors: Iterable[Any]) -> list[Any]:
     """Convert to a list of tensors or variables. Raises DTypeError for another type, ArgumentError for [] and None."""
-    if tf.is_tensor(tensors) or not isinstance(tensors, Iterable):
+    if not isinstance(tensors, (list, tuple)) and (tf.is_tensor(tensors) or not isinstance(tensors, Iterable)):
         raise DTypeError(f"dl_comm takes a list of tensors, not {type(tensors).__name__}")
     values = list(tensors)
     if not values:
@@ -438,17 +417,21 @@ def listed(tensors: Iterable[Any]) -> list[Any]:
 
 def as_tensor(value: Any, dtypes: frozenset[tf.DType], verb: str) -> tf.Tensor:
     """Convert to a dense tensor. Raises DTypeError when its type is not one of `dtypes`."""
-    tensor = tf.convert_to_tensor(value)
+    tensor = value if isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
     if tensor.dtype.base_dtype not in dtypes:
-        raise DTypeError(f"a tensor of {tensor.dtype.name} cannot be {verb}: {value!r}")
+        raise _type_error(tensor.dtype, verb, value)
     return tensor
 
 
-def tensor_names(values: Sequence[Any]) -> str:
+def _type_error(dtype: tf.DType, verb: str, value: Any) -> DTypeError:
+    error: DTypeError = DTypeError(f"a tensor of {dtype.name} cannot be {verb}: {value!r}")
+    return error
+
+
+def tensor_names(values: Sequence[Any], eager: bool) -> str:
     """Return the names of tensors and variables for messages, one per line; empty without any name."""
-    if tf.executing_eagerly() and all(isinstance(value, tf.Tensor) for value in values):
-        return ""  # asking them for a name takes longer than a small call
-    found = [_label(value) for value in values]
+    # Asking an eager tensor, which has no name, takes longer than a small call.
+    found = ["" if eager and isinstance(value, tf.Tensor) else _label(value) for value in values]
     return "\n".join(found) if any(found) else ""
 
 

@@ -68,14 +68,13 @@ fn placeholder(graph: *mut TF_Graph, label: &str, dtype: TF_DataType) -> TF_Outp
 
 fn gradients(graph: *mut TF_Graph, inputs: &[TF_Output]) -> *mut TF_Operation {
     let status = Status::new();
-    let call_name = "tf_client";
+    let settings = "0 1 0 0 1 -1\0tf_client\0";
     // SAFETY: as above.
     let op = unsafe {
         let op = TF_NewOperation(graph, name("DlCommGradients").as_ptr(), name("gradients").as_ptr());
         TF_AddInputList(op, inputs.as_ptr(), i32::try_from(inputs.len()).expect("few inputs"));
-        TF_SetAttrInt(op, name("team").as_ptr(), 0);
-        let text = call_name.as_ptr().cast::<c_void>();
-        TF_SetAttrString(op, name("call_name").as_ptr(), text, call_name.len());
+        let text = settings.as_ptr().cast::<c_void>();
+        TF_SetAttrString(op, name("settings").as_ptr(), text, settings.len());
         TF_FinishOperation(op, status.0)
     };
     status.check("DlCommGradients");
