@@ -16,8 +16,8 @@ use crate::log::log_line;
 /// Time limit for all hosts to connect.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How often a host that connects checks whether this is in vain.
-const VAIN_CHECK: Duration = Duration::from_millis(500);
+/// How often a host that connects checks whether the start has failed.
+const FAILURE_CHECK: Duration = Duration::from_millis(500);
 
 /// The most bytes of the addresses of a host.
 const MAX_ADDRESS_BYTES: usize = 1000;
@@ -154,15 +154,15 @@ impl Unconnected {
 }
 
 /// Connects to the neighbours with higher numbers, and accepts the connections of those with lower numbers.
-/// Hosts without an address are skipped. `within`: the most time, at most [`CONNECT_TIMEOUT`]. It stops early if `is_vain`
-/// says so, which is asked from time to time.
+/// Hosts without an address are skipped. `within`: the most time, at most [`CONNECT_TIMEOUT`]. It stops once
+/// `has_failed`, which it calls from time to time, returns true.
 pub(super) fn connect(
     listener: &Listener,
     me: usize,
     hosts: &[HostAddress],
     key: u128,
     within: Duration,
-    is_vain: &dyn Fn() -> bool,
+    has_failed: &dyn Fn() -> bool,
 ) -> (Vec<HostConnection>, Vec<Unconnected>) {
     let until = Instant::now() + within.min(CONNECT_TIMEOUT);
     let reachable = neighbours(me, hosts.len()).into_iter().filter(|&host| !hosts[host].addresses.is_empty());
@@ -170,7 +170,7 @@ pub(super) fn connect(
     let (mut dialed, mut connected, mut unconnected) = (Vec::new(), Vec::new(), Vec::new());
     let mut failed = |host: usize, error| unconnected.push(Unconnected { name: hosts[host].name.clone(), error });
     for host in above {
-        match dial(&hosts[host], me, key, until, is_vain) {
+        match dial(&hosts[host], me, key, until, has_failed) {
             Ok(stream) => dialed.push((host, stream)),
             Err(error) => failed(host, error),
         }
@@ -178,7 +178,7 @@ pub(super) fn connect(
     let mut missing: HashSet<usize> = below.into_iter().collect();
     let mut pending = PendingConnections::default();
     while !missing.is_empty() {
-        let slice = until.min(Instant::now() + VAIN_CHECK);
+        let slice = until.min(Instant::now() + FAILURE_CHECK);
         match pending.next(&listener.sockets, key, slice) {
             Ok((host, stream)) if missing.remove(&host) => match connection(stream, &hosts[host]) {
                 Ok(connection) => connected.push(connection),
@@ -186,7 +186,7 @@ pub(super) fn connect(
             },
             // Not a neighbour, or a duplicate connection.
             Ok(_) => {}
-            Err(error) if error.kind() == ErrorKind::TimedOut && slice < until && !is_vain() => {}
+            Err(error) if error.kind() == ErrorKind::TimedOut && slice < until && !has_failed() => {}
             Err(error) => {
                 missing.iter().for_each(|&host| failed(host, std::io::Error::new(error.kind(), error.to_string())));
                 break;
@@ -203,13 +203,13 @@ pub(super) fn connect(
     (connected, unconnected)
 }
 
-/// Connects to `host`, retrying until `until`, or until `is_vain` says that this is in vain.
+/// Connects to `host`, retrying until `until`, or until `has_failed` returns true.
 fn dial(
     host: &HostAddress,
     me: usize,
     key: u128,
     until: Instant,
-    is_vain: &dyn Fn() -> bool,
+    has_failed: &dyn Fn() -> bool,
 ) -> std::io::Result<TcpStream> {
     let mut checked = Instant::now();
     let mut last_error = std::io::Error::new(ErrorKind::AddrNotAvailable, "it has no address");
@@ -223,8 +223,8 @@ fn dial(
                 Err(error) => last_error = error,
             }
         }
-        let is_due = checked.elapsed() >= VAIN_CHECK;
-        if Instant::now() >= until || (is_due && is_vain()) {
+        let is_due = checked.elapsed() >= FAILURE_CHECK;
+        if Instant::now() >= until || (is_due && has_failed()) {
             return Err(last_error);
         }
         if is_due {

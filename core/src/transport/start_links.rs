@@ -23,16 +23,17 @@ pub struct StartLinks {
 
 impl StartLinks {
     /// Connects host `me` with its neighbours among `hosts`. One that cannot be reached within this time is logged and
-    /// skipped. `is_vain`: whether the start has failed. Collective over the hosts that have addresses.
+    /// skipped. It stops once `has_failed`, whether the start has failed, returns true. Collective over the hosts that
+    /// have addresses.
     pub fn connect(
         listener: &Listener,
         me: usize,
         hosts: &[HostAddress],
         key: u128,
         within: Duration,
-        is_vain: &dyn Fn() -> bool,
+        has_failed: &dyn Fn() -> bool,
     ) -> StartLinks {
-        let (connections, unconnected) = connect(listener, me, hosts, key, within, is_vain);
+        let (connections, unconnected) = connect(listener, me, hosts, key, within, has_failed);
         let (ended, unreachable): (Vec<_>, Vec<_>) = unconnected.into_iter().partition(Unconnected::has_ended);
         unreachable.iter().for_each(Unconnected::warn);
         let ended = ended.first().map(|rank| format!("{} has ended", rank.name));

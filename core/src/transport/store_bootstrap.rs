@@ -358,8 +358,8 @@ impl StoreBootstrap {
             let hosts: Vec<HostAddress> = (0..topology.hosts()).map(host).collect();
             let key = xxh3_128(offers[0].2.as_bytes());
             let within = config.timeout.unwrap_or(Duration::MAX);
-            let is_vain = || prepared.lost().is_some();
-            prepared.watch_links(StartLinks::connect(listener, topology.host(), &hosts, key, within, &is_vain));
+            let has_failed = || prepared.lost().is_some();
+            prepared.watch_links(StartLinks::connect(listener, topology.host(), &hosts, key, within, &has_failed));
         }
         let checked = Cell::new(Instant::now());
         let lost = || {
