@@ -26,14 +26,17 @@ fi
 extras=$(IFS=,; echo "${*/#tf1/tensorflow}")
 echo "dl_comm: building and installing into $venv${extras:+ with $extras} (the first time the core builds for about two minutes)"
 wheels=$(mktemp -d)
-# Commands in the background ignore Ctrl-C.
-trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$wheels"' EXIT
+building=
+trap '[ -z "$building" ] || kill -- "-$building" 2>/dev/null || true; rm -rf "$wheels"' EXIT
 trap 'exit 130' INT TERM
 pip() { "$venv/bin/python" -m pip "$@" --disable-pip-version-check; }
 
-# The core builds while pip downloads the frameworks, whose versions it checks afterwards.
+# The core builds while pip downloads the frameworks, whose versions it checks afterwards. The build ignores Ctrl-C, as all that
+# runs in the background: it gets a process group, which is killed.
+set -m
 pip wheel -q --no-deps -w "$wheels" . >"$wheels/log" 2>&1 &
 building=$! since=$SECONDS
+set +m
 frameworks=()
 for extra in "$@"; do
   case $extra in

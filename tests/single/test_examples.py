@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,26 @@ def test_setup_shows_why_the_core_is_not_built(tmp_path: Path) -> None:
     finished = run([str(ROOT / "examples/setup.sh")], 60, {"DL_COMM_VENV": str(python.parent.parent)})
     assert finished.returncode == 1
     assert finished.output.endswith("no compiler\ndl_comm: the core could not be built\n"), finished.output
+
+
+def test_the_build_ends_with_the_setup(tmp_path: Path) -> None:
+    """The test's build takes a minute, in a child process."""
+    python, started = tmp_path / "venv/bin/python", tmp_path / "started"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\ncase "$*" in *"pip wheel"*) sh -c "echo \\$\\$ >{started} && sleep 60" ;; esac\n')
+    python.chmod(0o755)
+    env = {**os.environ, "DL_COMM_VENV": str(python.parent.parent)}
+    with subprocess.Popen([str(ROOT / "examples/setup.sh")], env=env, stdout=subprocess.DEVNULL) as setup:
+        until = time.monotonic() + 30
+        while not (started.exists() and started.read_text().endswith("\n")):
+            assert time.monotonic() < until, "the build does not start"
+            time.sleep(0.05)
+        setup.terminate()
+        assert setup.wait(30) == 130
+    child = Path("/proc") / started.read_text().strip()
+    while child.exists() and "\nState:\tZ" not in (child / "status").read_text():
+        assert time.monotonic() < until, "the build goes on"
+        time.sleep(0.05)
 
 
 def test_the_gate_ignores_the_environment_of_the_shell(tmp_path: Path) -> None:
