@@ -11,6 +11,8 @@ cases=("$@")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export OMP_NUM_THREADS=1 DL_COMM_DUMP_DIR=none
+# mpi4py, which Lightning asks for MPI, looks in the temporary environment and there.
+export LD_LIBRARY_PATH="$base/lib"
 
 environment() { # PACKAGE...: a Python with these packages and those of the base
   "$base/bin/python" -m venv "$work/venv" || return 1
