@@ -58,10 +58,15 @@ def start(fake_cuda: Path, ranks: int, command: list[str], timeout: float, **set
 
 @pytest.mark.parametrize(
     ("ranks", "path"),
-    [(3, "ipc"), (3, "nccl"), (3, "staged in small chunks")]
+    [(3, "ipc"), (3, "nccl")]
     + [
         pytest.param(ranks, path, marks=pytest.mark.heavy)
-        for ranks, path in [(1, "ipc"), (2, "ipc"), (3, "ipc, the host waits"), (3, "ipc between GPUs"), (3, "staged")]
+        for ranks, paths in {
+            1: ["ipc"],
+            2: ["ipc"],
+            3: ["ipc, the host waits", "ipc between GPUs", "staged", "staged in small chunks"],
+        }.items()
+        for path in paths
     ],
     ids=str,
 )
@@ -173,10 +178,10 @@ print("ended")
     ("path", "when", "length"),
     [
         ("ipc", "before", 100),
-        ("ipc", "in", 100),
+        pytest.param("ipc", "in", 100, marks=pytest.mark.heavy),
         ("ipc", "in", 200000),
         ("staged", "in", 200000),
-        ("nccl", "before", 200000),
+        pytest.param("nccl", "before", 200000, marks=pytest.mark.heavy),
         ("nccl", "in", 100),
     ],
 )
