@@ -16,8 +16,8 @@ use crate::log::log_line;
 /// Time limit for all hosts to connect.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How often a host that connects checks whether the start has failed.
-const FAILURE_CHECK: Duration = Duration::from_millis(500);
+/// How often a rank checks whether the start has failed, while hosts connect.
+pub const FAILURE_CHECK: Duration = Duration::from_millis(500);
 
 /// The most bytes of the addresses of a host.
 const MAX_ADDRESS_BYTES: usize = 1000;
@@ -211,7 +211,6 @@ fn dial(
     until: Instant,
     has_failed: &dyn Fn() -> bool,
 ) -> std::io::Result<TcpStream> {
-    let mut checked = Instant::now();
     let mut last_error = std::io::Error::new(ErrorKind::AddrNotAvailable, "it has no address");
     loop {
         for address in &host.addresses {
@@ -223,12 +222,8 @@ fn dial(
                 Err(error) => last_error = error,
             }
         }
-        let is_due = checked.elapsed() >= FAILURE_CHECK;
-        if Instant::now() >= until || (is_due && has_failed()) {
+        if Instant::now() >= until || has_failed() {
             return Err(last_error);
-        }
-        if is_due {
-            checked = Instant::now();
         }
         std::thread::sleep(Duration::from_millis(50));
     }

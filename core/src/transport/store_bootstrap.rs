@@ -17,8 +17,8 @@ use serde::de::DeserializeOwned;
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Members, Network};
-use super::detector_links::{CONNECT_TIMEOUT, HostAddress, Listener};
-use super::launcher::{LOST_CHECK, PreparedStart, StartedNetwork, Way, Ways, prepare_start, start_network};
+use super::detector_links::{CONNECT_TIMEOUT, FAILURE_CHECK, HostAddress, Listener};
+use super::launcher::{PreparedStart, StartedNetwork, Way, Ways, prepare_start, start_network};
 use super::rank0_address::{resolve, unusable, warning_of_loopback};
 use super::ranks::{agreed, proposal};
 use super::start_links::StartLinks;
@@ -349,6 +349,12 @@ impl StoreBootstrap {
     ) -> Result<()> {
         let Members { topology, names, config, .. } = members;
         let started = Instant::now();
+        // A look asks the store.
+        let looked = Cell::new(started);
+        let lost = || {
+            let is_due = looked.get().elapsed() >= FAILURE_CHECK;
+            is_due.then(|| looked.set(Instant::now())).and_then(|()| prepared.lost())
+        };
         if let Some(listener) = listener {
             let host = |host: usize| {
                 let leader = topology.ranks_of(host)[0];
@@ -358,26 +364,20 @@ impl StoreBootstrap {
             let hosts: Vec<HostAddress> = (0..topology.hosts()).map(host).collect();
             let key = xxh3_128(offers[0].2.as_bytes());
             let within = config.timeout.unwrap_or(Duration::MAX);
-            let has_failed = || prepared.lost().is_some();
+            let has_failed = || lost().is_some();
             prepared.watch_links(StartLinks::connect(listener, topology.host(), &hosts, key, within, &has_failed));
         }
-        let checked = Cell::new(Instant::now());
-        let lost = || {
-            interruption().or_else(|| {
-                let is_due = checked.get().elapsed() >= LOST_CHECK;
-                is_due.then(|| checked.set(Instant::now())).and_then(|()| prepared.lost()).map(Error::PeerLost)
-            })
-        };
         let deadline = match config.timeout {
             Some(after) if after < CONNECT_LIMIT => Deadline::from(Some(after)),
             _ => Deadline { after: Some(CONNECT_LIMIT.saturating_sub(started.elapsed())), set_by: SetBy::Library },
         };
         let connected = prepared.lost().map_or(Ok(()), |lost| Err(Error::PeerLost(lost)));
+        let failure = || interruption().or_else(|| lost().map(Error::PeerLost));
         let agree = |ctx: &WaitContext<'_>| self.agree::<(), ()>(connected, ctx).map(drop);
-        let outcome = with_limits("connecting the hosts", deadline, None, &lost, agree);
+        let outcome = with_limits("connecting the hosts", deadline, None, &failure, agree);
         if outcome.is_err() && self.rank == 0 {
             // The others learn it from the store, which may end with this process.
-            thread::sleep(2 * LOST_CHECK);
+            thread::sleep(2 * FAILURE_CHECK);
         }
         outcome
     }

@@ -102,12 +102,10 @@ pub fn prepare_start(name: &str, members: &Members<'_>, store: &Arc<dyn Store>) 
     let server = ways.may_use_store().then(start).transpose()?;
     let links = Arc::default();
     let lost: Arc<dyn Fn() -> Option<String> + Send + Sync> = Arc::new(lost(members, store, &links));
-    let watched = Arc::clone(&lost);
-    let others = Others { lost: Box::new(move || watched()), ..Others::default() };
-    let others = match &server {
-        Some((server, _)) => Others { missing: Box::new(server.missing()), ..others },
-        None => others,
-    };
+    let mut others = Others { lost: Arc::clone(&lost), ..Others::default() };
+    if let Some((server, _)) = &server {
+        others.missing = Box::new(server.missing());
+    }
     Ok(PreparedStart { ways, server, watch: lifetime::prepare(members.config, others)?, links, lost })
 }
 

@@ -25,5 +25,4 @@ pub use bootstrap::connect;
 pub use by_store::{PreparedStart, StartedNetwork, is_started_by_others, prepare_start, start_network};
 pub use launcher::{identity, launched, leave_launcher, torchrun_identity, torchrun_position};
 pub use lifetime::{LibraryInfo, end, library_info};
-pub use startup::LOST_CHECK;
 pub use ways::{Way, Ways};

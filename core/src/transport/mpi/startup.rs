@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -17,20 +18,20 @@ use crate::transport::process::stat_fields;
 const NAME: &str = "dlcomm-start";
 
 /// Interval at which a watch looks for a lost rank.
-pub const LOST_CHECK: Duration = Duration::from_millis(500);
+const LOST_CHECK: Duration = Duration::from_millis(500);
 
 /// What a watch knows about the other ranks.
 pub struct Others {
     /// Names the ranks that the call waits for.
     pub missing: Box<dyn Fn() -> String + Send>,
     /// Describes a rank that has ended, without which the call never returns.
-    pub lost: Box<dyn Fn() -> Option<String> + Send>,
+    pub lost: Arc<dyn Fn() -> Option<String> + Send + Sync>,
 }
 
 impl Default for Others {
     /// What /proc shows.
     fn default() -> Others {
-        Others { missing: Box::new(missing_ranks), lost: Box::new(|| None) }
+        Others { missing: Box::new(missing_ranks), lost: Arc::new(|| None) }
     }
 }
 
