@@ -22,7 +22,8 @@ OPERATORS = {
     "bit_xor": 7,
     "adasum": 9,
 }
-_SCALED_SUM = 8
+SCALED_SUM = 8
+ADASUM = OPERATORS["adasum"]
 _ANY = -1
 
 _NUMBERS = (bool, int, float, complex)
@@ -92,7 +93,7 @@ def operator_code(op: str, prescale: float, postscale: float) -> tuple[int, tupl
         return OPERATORS[op], factors
     if op != "sum":
         raise ArgumentError(f"prescale and postscale are factors of a sum, not of op={op!r}")
-    return _SCALED_SUM, factors
+    return SCALED_SUM, factors
 
 
 def checked_rank(root: Any, group: Group, argument: str = "root") -> int:

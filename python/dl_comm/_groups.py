@@ -153,6 +153,8 @@ _world: Group | None = None
 
 Route = Callable[[int, str, bool], Group]
 _route: Route | None = None
+route_changes = 0
+"""How often the route has changed. Torch's compiler keeps a graph as long as this number is the same."""
 
 on_end: list[Callable[[], None]] = []
 """Called by ``finalize``, after which groups are gone."""
@@ -170,8 +172,9 @@ def world() -> Group:
 
 def set_route(route: Route | None) -> None:
     """Sets what chooses the group of a call without one: a function of its collective, device and ``async_op``."""
-    global _route
+    global _route, route_changes
     _route = route
+    route_changes += 1
 
 
 def is_routed() -> bool:

@@ -1,42 +1,42 @@
 """An allreduce through the levels of the communicator stack (`dl_comm.collective_span`), from the innermost out.
 
+Every binding runs the same steps, which are collectives on the groups of the levels, with its own calls.
+
 Thread rule: as for a group.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from dl_comm import _dl_comm
+from dl_comm._arguments import ADASUM, NO_FACTORS, OPERATORS, SCALED_SUM
 from dl_comm._communicators import Communicator
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group
 
 # The codes of dl_comm.h.
 _ALLREDUCE, _BROADCAST, _REDUCE = 1, 2, 4
-_SUM, _MEAN, _SCALED, _ADASUM = 0, 1, 8, 9
+_SUM, _MEAN = OPERATORS["sum"], OPERATORS["mean"]
 
 
-def hierarchical(group: Group, levels: list[Communicator]) -> Group:
-    """``group`` with an allreduce through ``levels``, the innermost first."""
-    result = Group.__new__(Group)
-    result._set(cast("_dl_comm.Group", _Handle(group, levels)), list(group.ranks), f"levels of {group!r}")
-    return result
+class Step(NamedTuple):
+    """A collective of this rank, with root 0; the codes are those of dl_comm.h."""
+
+    collective: int
+    group: Group
+    operator: int
+    factors: tuple[float, float]
 
 
-def is_half(dtype: np.dtype[Any]) -> bool:
-    """Whether it is float16 or bfloat16."""
-    return dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16")
-
-
-class _Handle:
-    """The handle of a group, with its own ``run``."""
+class Levels(Group):
+    """A group whose allreduce goes through ``levels``, the innermost first."""
 
     def __init__(self, group: Group, levels: list[Communicator]) -> None:
-        self._group = group
-        # The collectives of this rank; without a group it takes no part.
+        self._set(cast("_dl_comm.Group", _Handle(group.handle, self)), list(group.ranks), f"levels of {group!r}")
         self._steps: list[tuple[int, Group | None]] = []
         for index, level in enumerate(levels):
             if index == 0:
@@ -46,44 +46,73 @@ class _Handle:
                 self._steps.append((_BROADCAST, level.local))
         self._last = max(index for index, (collective, _) in enumerate(self._steps) if collective == _ALLREDUCE)
 
+    def steps(self, operator: int, factors: tuple[float, float], integers: bool) -> list[Step]:
+        """The steps of an allreduce in which this rank takes part. A mean is a sum that the last step divides.
+
+        Args:
+            operator: Of dl_comm.h.
+            factors: Those of a scaled sum.
+            integers: Whether a tensor has integers or bools.
+
+        Raises:
+            ArgumentError: The operation does not go through several levels.
+        """
+        if operator == ADASUM:
+            raise ArgumentError("adasum does not go through several levels; set allreduce to 'flat'")
+        if operator == _MEAN and integers:
+            raise ArgumentError("a mean of integers does not go through several levels; set allreduce to 'flat'")
+        operators = [(operator, NO_FACTORS)] * len(self._steps)
+        if operator in (_MEAN, SCALED_SUM):
+            before, after = factors if operator == SCALED_SUM else (1.0, 1.0 / self.size)
+            operators = [(_SUM, NO_FACTORS)] * len(self._steps)
+            operators[0] = (SCALED_SUM, (before, 1.0))
+            operators[self._last] = (SCALED_SUM, (1.0, after))
+        pairs = zip(self._steps, operators, strict=True)
+        return [Step(collective, group, *each) for (collective, group), each in pairs if group is not None]
+
+
+def run_steps(steps: Sequence[Step], values: list[Any], call: Callable[[Step, list[Any]], list[Any]]) -> list[Any]:
+    """Runs the steps of an allreduce; ``call`` runs one on values and returns its results."""
+    for step in steps:
+        results = call(step, values)
+        if step.collective != _REDUCE or step.group.rank == 0:
+            values = results
+    return values
+
+
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Whether it is float16 or bfloat16."""
+    return dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16")
+
+
+class _Handle:
+    """The handle of a group, with its own ``run``, for NumPy arrays."""
+
+    def __init__(self, handle: _dl_comm.Group, levels: Levels) -> None:
+        self._group_handle, self._levels = handle, levels
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._group.handle, name)
+        return getattr(self._group_handle, name)
 
     def run(self, spec: Any) -> None:
         """Runs an allreduce. The results are written at the end, so that an error changes nothing."""
         collective, operator, _, _, sources, results, _, _, name, timeout, factors = spec
         if collective != _ALLREDUCE:
             raise ArgumentError("only an allreduce goes through several levels")
-        operators = self._operators(operator, factors, sources)
+        steps = self._levels.steps(operator, factors, any(source.dtype.kind in "iub" for source in sources))
         # The sums of the steps need the range of the sums within a call.
         given = [source.astype(np.float32) if is_half(source.dtype) else source for source in sources]
         here: list[Any] = [np.empty_like(source) for source in given]
-        for (step, group), (code, scale) in zip(self._steps, operators, strict=True):
-            if group is not None:
-                written = None if step == _REDUCE and group.rank else here
-                read = given if step != _BROADCAST or group.rank == 0 else here
-                group.handle.run((step, code, 0, 1, read, written, None, None, name, timeout, scale))
-            given = here
-        for result, value in zip(results, here, strict=True):
+
+        def call(step: Step, values: list[Any]) -> list[Any]:
+            written = None if step.collective == _REDUCE and step.group.rank else here
+            code = (step.collective, step.operator, 0, 1)
+            step.group.handle.run((*code, values, written, None, None, name, timeout, step.factors))
+            return here
+
+        for result, value in zip(results, run_steps(steps, given, call), strict=True):
             np.copyto(result, value, casting="same_kind" if result.dtype.kind == "f" else "unsafe")
 
     def start(self, spec: Any) -> None:
         """Not supported: the selector chooses another implementation."""
         raise ArgumentError("an allreduce through several levels cannot be started; use async_op=False")
-
-    def _operators(
-        self, operator: int, factors: tuple[float, float], sources: list[Any]
-    ) -> list[tuple[int, tuple[float, float]]]:
-        """The operator and factors of each step. A mean is a sum that the last step divides."""
-        if operator == _ADASUM:
-            raise ArgumentError("adasum does not go through several levels; set allreduce to 'flat'")
-        plain = (operator, (1.0, 1.0))
-        if operator not in (_MEAN, _SCALED):
-            return [plain] * len(self._steps)
-        if operator == _MEAN and any(source.dtype.kind in "iub" for source in sources):
-            raise ArgumentError("a mean of integers does not go through several levels; set allreduce to 'flat'")
-        before, after = factors if operator == _SCALED else (1.0, 1.0 / self._group.size)
-        steps = [(_SUM, (1.0, 1.0))] * len(self._steps)
-        steps[0] = (_SCALED, (before, 1.0))
-        steps[self._last] = (_SCALED, (1.0, after))
-        return steps

@@ -13,7 +13,7 @@ from dl_comm import _communicators, _dl_comm, _groups
 from dl_comm._communicators import communicator, span
 from dl_comm._errors import ArgumentError, CommError
 from dl_comm._groups import Group
-from dl_comm._hierarchy import hierarchical
+from dl_comm._hierarchy import Levels
 
 COLLECTIVES = tuple(
     ["allreduce", "broadcast", "barrier", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"]
@@ -220,7 +220,7 @@ def _hierarchy(group: Group, begin: int, end: int) -> Group:
     levels = [communicator(level) for level in range(end, begin, -1)]
     key = (group.number, levels[0].local.number)
     if key not in _hierarchies:
-        _hierarchies[key] = hierarchical(group, levels)
+        _hierarchies[key] = Levels(group, levels)
     return _hierarchies[key]
 
 

@@ -533,6 +533,49 @@ def test_xla_is_refused(rank: int, size: int) -> None:
         tf.function(dt.all_gather, jit_compile=True)(tf.ones([2]))
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("cartesian", [None, False])
+def test_an_allreduce_goes_through_a_span(rank: int, size: int, cartesian: bool | None, in_graph: bool) -> None:
+    mc.push_communicator(int(rank > 0), cartesian=cartesian)
+    total = size * (size + 1) / 2
+
+    def run() -> list[tf.Tensor]:
+        x = (rank + 1) * tf.ones(5, tf.float64)
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = dt.allreduce(x)
+                loss = (rank + 1) * tf.reduce_sum(y * y)
+            gradient = inner.gradient(loss, x)
+        second = outer.gradient(gradient, x)
+        half = dt.allreduce(tf.fill([3], tf.constant(3e4, tf.float16)), "mean")
+        scaled = dt.allreduce(tf.ones(2), prescale=2.0, postscale=0.5)
+        mixed = [tf.fill([3], rank), tf.fill([2], rank + 0.5)]
+        with tf.GradientTape() as tape:
+            tape.watch(mixed[1])
+            sums = dt.allreduce(mixed)
+        of_floats = tape.gradient(sums[1], mixed[1])
+        most = dt.allreduce(tf.constant(rank), "max")
+        return [y, gradient, second, half, scaled, sums[0], of_floats, most]
+
+    with mc.collective_span(0, 1):
+        found = [each.numpy().tolist() for each in (tf.function(run) if in_graph else run)()]
+        for wrong in ((3, "mean"), (tf.ones(2), "adasum")):
+            with pytest.raises(mc.ArgumentError, match="flat"):
+                dt.allreduce(*wrong)
+        x = tf.ones(2)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = dt.allreduce(x, "max")
+        with pytest.raises(LookupError, match="no gradient"):
+            tape.gradient(y, x)
+    mc.pop_communicator()
+    integers, floats = sum(range(size)), [size] * 2
+    expected = [[total] * 5, [2 * total**2] * 5, [2 * total * size] * 5, [3e4] * 3, floats, [integers] * 3, floats]
+    assert found == [*expected, size - 1]
+
+
 def test_calls_without_a_group_follow_the_communicators(rank: int, size: int) -> None:
     mc.push_communicator(rank % 2)
     with mc.set_communicator(1):

@@ -439,10 +439,51 @@ def test_gradcheck(rank: int, size: int) -> None:
         assert torch.autograd.gradgradcheck(lambda x, op=op: cdl.allreduce(x, op) ** 2, x)
 
 
+@pytest.mark.parametrize("cartesian", [None, False])
+def test_an_allreduce_goes_through_a_span(rank: int, size: int, cartesian: bool | None) -> None:
+    dl_comm.push_communicator(int(rank > 0), cartesian=cartesian)
+    ones = torch.ones(5, dtype=torch.float64)
+    total = size * (size + 1) / 2
+    with dl_comm.collective_span(0, 1):
+        x = ((rank + 1) * ones).requires_grad_()
+        y = cdl.allreduce(x)
+        assert torch.equal(y, total * ones)
+        (gradient,) = torch.autograd.grad((rank + 1) * (y * y).sum(), x, create_graph=True)
+        assert torch.equal(gradient, total * 2 * y)
+        (second,) = torch.autograd.grad(gradient.sum(), x)
+        assert torch.allclose(second, 2 * total * size * ones)
+        assert torch.allclose(cdl.allreduce(x.detach(), "mean"), total / size * ones)
+        assert cdl.allreduce(rank, "max") == size - 1
+        assert cdl.allreduce(torch.full([3], 3e4, dtype=torch.float16), "mean").tolist() == [3e4] * 3
+        assert torch.allclose(cdl.allreduce(ones, prescale=2.0, postscale=0.5), size * ones)
+        mixed = [torch.full([3], rank), torch.full([2], rank + 0.5, requires_grad=True)]
+        sums = cdl.allreduce(mixed)
+        assert sums[0].tolist() == [sum(range(size))] * 3
+        sums[1].sum().backward()
+        assert mixed[1].grad is not None
+        assert mixed[1].grad.tolist() == [size] * 2
+        out = torch.full([2], float(rank))
+        assert cdl.allreduce(out, out=out) is out
+        assert out.tolist() == [sum(range(size))] * 2
+        assert torch.equal(cdl.allreduce(ones, async_op=True).wait(), size * ones)
+        for wrong, match in (((3, "mean"), "flat"), ((x, "max"), "flat"), ((ones, "adasum"), "flat")):
+            with pytest.raises(dl_comm.ArgumentError, match=match):
+                cdl.allreduce(*wrong)
+        with pytest.raises(dl_comm.ArgumentError, match="out"):
+            cdl.allreduce(ones, out=torch.ones(4, dtype=torch.float64))
+        compiled = torch.compile(lambda t: cdl.allreduce(t) * 2, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(ones), 2 * size * ones)
+        assert torch.equal(compiled(x), 2 * total * ones)
+    dl_comm.pop_communicator()
+
+
 def test_calls_without_a_group_follow_the_communicators(rank: int, size: int) -> None:
+    compiled = torch.compile(cdl.allreduce, fullgraph=True, backend="aot_eager")
     dl_comm.push_communicator(rank % 2)
-    with dl_comm.set_communicator(1):
-        assert cdl.allreduce(torch.ones(3)).tolist() == [len(range(rank % 2, size, 2))] * 3
+    for allreduce in (cdl.allreduce, compiled):
+        with dl_comm.set_communicator(1):
+            assert allreduce(torch.ones(3)).tolist() == [len(range(rank % 2, size, 2))] * 3
+        assert allreduce(torch.ones(3)).tolist() == [size] * 3
     dl_comm.pop_communicator()
     assert cdl.allreduce(torch.ones(3)).tolist() == [size] * 3
 

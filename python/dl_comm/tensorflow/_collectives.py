@@ -17,7 +17,8 @@ import tensorflow as tf
 import dl_comm
 from dl_comm._arguments import NO_FACTORS, arrays_of, one_array, operator_code
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import Group
+from dl_comm._groups import Group, given, is_routed
+from dl_comm._hierarchy import Levels, Step, run_steps
 from dl_comm._process import checked_name, checked_root, seconds
 from dl_comm._selector import COLLECTIVES
 from dl_comm.tensorflow import _ops
@@ -51,7 +52,8 @@ class _Call:
     def exchanged(self, code: int, extents: tf.Tensor) -> tf.Tensor:
         """Runs the collective on the extents of blocks, before the call itself."""
         name = f"{self.name}: extents"
-        return _ops.collective(code, [extents], name, self.group, self.timeout)[0]
+        with tf.device("CPU:0"):  # where the ops read them
+            return _ops.collective(code, [extents], name, self.group, self.timeout)[0]
 
     def extents(self, counts: Any, ragged: bool) -> list[tf.Tensor]:
         """The extents of the first axis of all ranks' tensors, if they differ."""
@@ -103,18 +105,21 @@ def allreduce(
     operator, factors = operator_code(op, prescale, postscale)
     if not (sparse_as_dense or isinstance(x, tf.Tensor)):
         is_list = isinstance(x, (list, tuple))
-        given = _ops.listed(x) if is_list else [x]
-        sparse = [i for i, value in enumerate(given) if isinstance(value, tf.IndexedSlices)]
+        values = _ops.listed(x) if is_list else [x]
+        sparse = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
         if sparse:
-            dense = [value for i, value in enumerate(given) if i not in sparse]
+            dense = [value for i, value in enumerate(values) if i not in sparse]
             options: dict[str, Any] = {"group": group, "name": name, "timeout": timeout}
             reduced = iter(allreduce(dense, op, prescale=prescale, postscale=postscale, **options) if dense else [])
             results = [
                 _reduced_slices(value, op, factors, options) if i in sparse else next(reduced)
-                for i, value in enumerate(given)
+                for i, value in enumerate(values)
             ]
             return results if is_list else results[0]
-    return _Call(_ops.ALLREDUCE, x, group, name, timeout).run(operator, factors)
+    if group is None and is_routed():
+        group = given(None, _ops.ALLREDUCE)
+    call = _Call(_ops.ALLREDUCE, x, group, name, timeout)
+    return _by_levels(call, group, op, operator, factors) if isinstance(group, Levels) else call.run(operator, factors)
 
 
 @no_autograph
@@ -313,6 +318,35 @@ def converted(value: Any) -> tf.Tensor:
         return _ops.as_tensor(value, _ops.ALL_TYPES, "sent to other ranks")
     except (TypeError, ValueError) as error:
         raise DTypeError(f"dl_comm takes tensors and numbers, not a {type(value).__name__}: {error}") from error
+
+
+def _by_levels(call: _Call, levels: Levels, op: str, operator: int, factors: tuple[float, float]) -> Any:
+    """The allreduce of a call through the levels of the communicator stack. Sums and means are differentiable."""
+    steps = levels.steps(operator, factors, any(x.dtype.is_integer or x.dtype.is_bool for x in call.tensors))
+
+    def run(step: Step, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        where = (call.name, step.group.number, call.timeout)
+        return list(_ops.collective(step.collective, values, *where, step.operator, step.factors, named=call.given))
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def allreduce(*tensors: tf.Tensor) -> Any:
+        # The sums of the steps need the range of the sums within a call.
+        wide = [tf.cast(x, tf.float32) if x.dtype in (tf.float16, tf.bfloat16) else x for x in tensors]
+        results = run_steps(steps, wide, run)
+
+        def gradient(*upstream: tf.Tensor) -> Any:
+            if op not in ("sum", "mean"):
+                raise LookupError(f"dl_comm: allreduce with op={op!r} through several levels has no gradient")
+            indices = [i for i, x in enumerate(tensors) if x.dtype.is_floating or x.dtype.is_complex]
+            found: list[Any] = [None] * len(tensors)
+            for i, dx in zip(indices, allreduce(*(upstream[i] for i in indices)), strict=True):
+                found[i] = dx
+            return found
+
+        return [tf.cast(y, x.dtype) for y, x in zip(results, tensors, strict=True)], gradient
+
+    results = allreduce(*call.tensors)
+    return results if call.is_list else results[0]
 
 
 def _counts(counts: Any) -> tf.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dl_comm._arguments import _SCALED_SUM, NO_FACTORS, OPERATORS
+from dl_comm._arguments import NO_FACTORS, OPERATORS, SCALED_SUM
 from dl_comm.tensorflow import _ops
 
 _NAMES = {code: name for name, code in OPERATORS.items()}
@@ -37,7 +37,7 @@ class _Backward:
             for i, y in zip(self.indices, self.y, strict=True)
         ]
         if op.type == _PLAIN_BROADCAST:  # to all ranks
-            numbers = [_ops.BROADCAST, _SUM, 0, numbers[0], *NO_FACTORS, False, numbers[1]]
+            numbers = [_ops.BROADCAST, _SUM, 0, numbers[0], *NO_FACTORS, *numbers[1:]]
         self.code, self.operator, self.group, self.root = map(int, numbers[:4])
         self.factors, self.timeout = (numbers[4], numbers[5]), numbers[-1]
         self.counts = list(op.inputs[self.outputs :])
@@ -57,7 +57,7 @@ class _Backward:
         factor = tf.constant(self.factors[0] * self.factors[1], tf.float64)
         if self.operator == _MEAN:
             factor = 1 / tf.cast(_ops.run("dl_comm_group", self.group).size, tf.float64)
-        elif self.operator != _SCALED_SUM:
+        elif self.operator != SCALED_SUM:
             return list(tensors)
         return [tensor * tf.cast(factor, tensor.dtype) for tensor in tensors]
 
@@ -83,7 +83,7 @@ class _Backward:
 def _of_allreduce(back: _Backward) -> list[Any]:
     if back.operator in _EXTREMES:
         return back.shared(back.call(_ops.ALLREDUCE, back.dy), back.y)
-    if back.operator not in (_SUM, _MEAN, _SCALED_SUM):
+    if back.operator not in (_SUM, _MEAN, SCALED_SUM):
         raise back.refuse("allreduce")
     return back.call(_ops.ALLREDUCE, back.dy, operator=back.operator, factors=back.factors)
 
@@ -132,7 +132,7 @@ def _of_reduce_scatter(back: _Backward) -> list[Any]:
     if back.operator in _EXTREMES:
         both = back.call(_ops.ALLGATHER, back.dy + back.y, back.counts)
         return back.shared(both[: len(back.dy)], both[len(back.dy) :])
-    if back.operator not in (_SUM, _MEAN, _SCALED_SUM):
+    if back.operator not in (_SUM, _MEAN, SCALED_SUM):
         raise back.refuse("reduce_scatter")
     return back.scaled(back.call(_ops.ALLGATHER, back.dy, back.counts))
 

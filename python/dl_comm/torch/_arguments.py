@@ -72,11 +72,10 @@ def place(group: Group | None, collective: int = 0, x: Any = None, async_op: boo
 
     For the selector: `collective` is its code in dl_comm.h, 0 for a message, and `x` its tensors.
     """
-    if group is None and _groups.is_routed():
-        first = x[0] if isinstance(x, (list, tuple)) and x else x
-        device = "gpu" if isinstance(first, torch.Tensor) and first.device.type != "cpu" else "cpu"
-        group = _groups.given(None, collective, device=device, async_op=async_op)
     if group is None:
+        if _groups.is_routed():
+            found: tuple[int, int, int] = _routed(_groups.route_changes, collective, device_of(x), async_op)
+            return found
         group = _groups._world
         if group is None:
             if torch.compiler.is_compiling():
@@ -85,6 +84,19 @@ def place(group: Group | None, collective: int = 0, x: Any = None, async_op: boo
         return 0, group.rank, group.size
     if not isinstance(group, Group):
         raise ArgumentError(f"invalid group: {group!r} (expected a dl_comm.Group, or None for all ranks)")
+    return group.number, group.rank, group.size
+
+
+def device_of(x: Any) -> str:
+    """Return what the selector calls the device of tensors."""
+    first = x[0] if isinstance(x, (list, tuple)) and x else x
+    return "gpu" if isinstance(first, torch.Tensor) and first.device.type != "cpu" else "cpu"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _routed(changes: int, collective: int, device: str, async_op: bool) -> tuple[int, int, int]:
+    """Return what `place` returns for the group that the selector chooses. `changes` is for the compiler."""
+    group = _groups.given(None, collective, device=device, async_op=async_op)
     return group.number, group.rank, group.size
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dl_comm import ArgumentError, Group
+from dl_comm import ArgumentError, Group, _groups
 from dl_comm._process import seconds
 from dl_comm.torch import _autograd as _autograd
 from dl_comm.torch import _ops
@@ -30,6 +30,7 @@ from dl_comm.torch._arguments import (
     refuse_gradients,
     tensors_of,
 )
+from dl_comm.torch._levels import allreduce_by_levels, steps_of
 from dl_comm.torch._work import Work
 
 
@@ -93,6 +94,12 @@ def allreduce(
         PeerLostError: A rank of the group has ended; the group refuses further calls.
         StateError: `init` was not called, or `finalize` was.
     """
+    if group is None and _groups.is_routed() and not async_op:
+        tensors, wrap = tensors_of(x)
+        steps = steps_of(tensors, operator_name(op), float(prescale), float(postscale))
+        if steps is not None:
+            results = allreduce_by_levels(steps, tensors, out, op, call_name(name), seconds(timeout))
+            return wrap(results) if out is None else results
     arguments = (
         *place(group, 1, x, async_op),
         operator_name(op),

@@ -1,0 +1,114 @@
+"""An allreduce of torch tensors through the levels of the communicator stack (`dl_comm.collective_span`).
+
+Thread rule: any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dl_comm import ArgumentError, _groups
+from dl_comm._arguments import OPERATORS, SCALED_SUM, operator_code
+from dl_comm._hierarchy import Levels
+from dl_comm.torch import _ops
+from dl_comm.torch._arguments import device_of, learns, refuse_gradients, tensors_of
+
+Tensors = tuple[torch.Tensor, ...]
+Allreduce = Callable[[Tensors], Tensors]
+Step = tuple[int, tuple[int, int, int], str, float, float]
+"""A collective of dl_comm.h with root 0, the place of its group, operator and factors."""
+
+_ALLREDUCE, _BROADCAST, _REDUCE = 1, 2, 4
+_NAMES = {code: name for name, code in OPERATORS.items()} | {SCALED_SUM: "sum"}
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def steps_of(tensors: list[torch.Tensor], op: str, prescale: float, postscale: float) -> tuple[Step, ...] | None:
+    """Return the steps of an allreduce without a group if it goes through several levels.
+
+    Raises:
+        ArgumentError: The operation does not go through several levels.
+    """
+    integers = any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors)
+    found: tuple[Step, ...] | None = _steps(
+        _groups.route_changes, device_of(tensors), integers, op, prescale, postscale
+    )
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _steps(
+    changes: int, device: str, integers: bool, op: str, prescale: float, postscale: float
+) -> tuple[Step, ...] | None:
+    """Return plain values for the compiler, and `changes` is for it too."""
+    levels = _groups.given(None, _ALLREDUCE, device=device)
+    if not isinstance(levels, Levels):
+        return None
+    operator, factors = operator_code(op, prescale, postscale)
+    return tuple(
+        (step.collective, (step.group.number, step.group.rank, step.group.size), _NAMES[step.operator], *step.factors)
+        for step in levels.steps(operator, factors, integers)
+    )
+
+
+def allreduce_by_levels(
+    steps: Sequence[Step], tensors: list[torch.Tensor], out: Any, op: str, name: str, timeout: float
+) -> Any:
+    """Run the steps; return new tensors, or `out`. Sums and means without `out` are differentiable."""
+
+    def allreduce(values: Tensors) -> Tensors:
+        # The sums of the steps need the range of the sums within a call.
+        results = [value.float() if value.dtype in _HALVES else value for value in values]
+        for step in steps:
+            found = _run(step, results, name, timeout)
+            if step[0] != _REDUCE or step[1][1] == 0:
+                results = found
+        return tuple(result.to(value.dtype) for result, value in zip(results, values, strict=True))
+
+    if out is not None:
+        refuse_gradients(tensors, "a call with out")
+        given, _ = tensors_of(out, "out")
+        if [(y.shape, y.dtype) for y in given] != [(x.shape, x.dtype) for x in tensors]:
+            raise ArgumentError("out has other shapes or types than the tensors")
+        with torch.no_grad():
+            for result, value in zip(given, allreduce(tuple(tensors)), strict=True):
+                result.copy_(value)
+        return out
+    if not learns(tensors):
+        return list(allreduce(tuple(tensors)))
+    if op not in ("sum", "mean"):
+        raise ArgumentError(f"allreduce with op={op!r} through several levels has no gradient; set it to 'flat'")
+    return list(_Differentiable.apply(allreduce, *tensors))
+
+
+def _run(step: Step, tensors: list[torch.Tensor], name: str, timeout: float) -> list[torch.Tensor]:
+    collective, place, op, before, after = step
+    if collective == _BROADCAST:
+        return list(_ops.call(_ops.ops.broadcast.default, tensors, *place, 0, name, timeout))
+    if collective == _ALLREDUCE:
+        return list(_ops.call(_ops.ops.allreduce.default, tensors, *place, op, before, after, name, timeout))
+    return list(_ops.call(_ops.ops.reduce.default, tensors, *place, op, before, after, 0, name, timeout))
+
+
+class _Differentiable(torch.autograd.Function):
+    """A sum or mean. Its gradient is the same operation on the gradients."""
+
+    @staticmethod
+    def forward(allreduce: Allreduce, *tensors: torch.Tensor) -> Tensors:
+        return allreduce(tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.allreduce = inputs[0]
+        ctx.indices = [i for i, y in enumerate(output) if y.is_floating_point() or y.is_complex()]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        found: list[Any] = [None] * len(gradients)
+        given = [gradients[i] for i in ctx.indices]
+        for i, gradient in zip(ctx.indices, _Differentiable.apply(ctx.allreduce, *given), strict=True):
+            found[i] = gradient
+        return (None, *found)
