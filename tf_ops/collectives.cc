@@ -94,7 +94,7 @@ settings: Text as in settings.h, with these numbers:
   root: The rank of the group that has the values, or gets the results.
   prescale: A factor of the inputs, of the operator DL_COMM_SCALED_SUM.
   postscale: A factor of the sum.
-  caller_blocks: Whether the calling thread waits for the result anyway, so that it may run the call.
+  caller_blocks: As for DlCommGradients.
   timeout: The deadline in seconds; 0: no limit; negative: the group's.
 )doc");
 
@@ -162,7 +162,6 @@ class GroupKernel : public CollectiveKernel {
   absl::Status prepare(OpKernelContext* context, bool on_host, TensorList& list,
                        std::vector<Tensor>& outputs) const override {
     if (collective_ != DL_COMM_REDUCE) return CollectiveKernel::prepare(context, on_host, list, outputs);
-    if (!on_host) return invalid("reduce takes tensors in host memory");
     const std::optional<GroupInfo> group = find_group(group_);
     if (!group) return absl::OkStatus();
     if (group->rank == root_) return CollectiveKernel::prepare(context, on_host, list, outputs);
@@ -170,8 +169,8 @@ class GroupKernel : public CollectiveKernel {
       const Tensor& input = context->input(i);
       absl::Status status = context->allocate_temp(input.dtype(), input.shape(), &outputs[i]);
       if (!status.ok()) return status;
-      std::memset(outputs[i].data(), 0, outputs[i].TotalBytes());
-      status = list.add(input, outputs[i]);
+      status = fill_with_zeros(context, outputs[i]);
+      if (status.ok()) status = list.add(input, outputs[i]);
       if (!status.ok()) return status;
     }
     return absl::OkStatus();
@@ -218,12 +217,13 @@ struct Rows {
 };
 
 // Runs a DlCommBlockCollective.
-class BlockKernel final : public GroupKernel {
+class BlockKernel : public GroupKernel {
  public:
   using GroupKernel::GroupKernel;
 
  protected:
-  absl::Status prepare(OpKernelContext* context, bool, TensorList& list, std::vector<Tensor>& outputs) const override {
+  absl::Status prepare(OpKernelContext* context, bool on_host, TensorList& list,
+                       std::vector<Tensor>& outputs) const override {
     const std::optional<GroupInfo> group = find_group(group_);
     if (!group) return absl::OkStatus();
     std::vector<std::vector<int64_t>> counts;
@@ -249,7 +249,7 @@ class BlockKernel final : public GroupKernel {
       TensorShape result = shape;
       status = result.SetDimWithStatus(0, rows.written);
       if (status.ok()) status = context->allocate_temp(input.dtype(), result, &outputs[i]);
-      if (status.ok()) advise_huge_pages(outputs[i]);
+      if (status.ok() && on_host) advise_huge_pages(outputs[i]);
       TensorShape block = shape;
       if (status.ok()) status = block.SetDimWithStatus(0, rows.block);
       if (status.ok()) status = list.add(input, outputs[i], block);
@@ -334,6 +334,8 @@ REGISTER_KERNEL_BUILDER(Name("DlCommGroup").Device(tensorflow::DEVICE_CPU), Grou
 
 #ifdef DL_COMM_TF_GPU
 REGISTER_KERNEL_BUILDER(Name("DlCommCollective").Device(tensorflow::DEVICE_GPU), OnGpu<GroupKernel>);
+REGISTER_KERNEL_BUILDER(Name("DlCommBlockCollective").Device(tensorflow::DEVICE_GPU).HostMemory("counts"),
+                        OnGpu<BlockKernel>);
 REGISTER_KERNEL_BUILDER(Name("DlCommGroup").Device(tensorflow::DEVICE_GPU).HostMemory("rank").HostMemory("size"),
                         GroupInfoKernel);
 #endif

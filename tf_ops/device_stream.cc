@@ -8,11 +8,35 @@
 
 namespace dl_comm {
 
+namespace {
+
+stream_executor::Stream* stream_of(tensorflow::OpKernelContext* context) {
+  const auto* own = context->op_device_context();
+  if (own != nullptr && own->stream() != nullptr) return own->stream();
+  const auto* info = context->device()->tensorflow_accelerator_device_info();
+  return info != nullptr ? info->stream : nullptr;
+}
+
+// `Area` is the type of a device address, of which the name depends on TensorFlow's version.
+template <class Area>
+absl::Status fill(stream_executor::Stream& stream, absl::Status (stream_executor::Stream::*mem_zero)(Area*, uint64_t),
+                  void* memory, std::size_t bytes) {
+  Area area(memory, bytes);
+  return (stream.*mem_zero)(&area, bytes);
+}
+
+}  // namespace
+
+absl::Status fill_with_zeros_on_device(tensorflow::OpKernelContext* context, void* memory, std::size_t bytes) {
+  if (bytes == 0) return absl::OkStatus();
+  stream_executor::Stream* const stream = stream_of(context);
+  if (stream == nullptr) return absl::InternalError("dl_comm error -9: the device has no compute stream");
+  return fill(*stream, &stream_executor::Stream::MemZero, memory, bytes);
+}
+
 absl::Status device_stream_of_kernel(tensorflow::OpKernelContext* context, DeviceStream& target) {
   const auto* info = context->device()->tensorflow_accelerator_device_info();
-  const auto* own = context->op_device_context();
-  const stream_executor::Stream* stream = own != nullptr ? own->stream() : nullptr;
-  if (stream == nullptr && info != nullptr) stream = info->stream;
+  const stream_executor::Stream* stream = stream_of(context);
   void* handle = stream != nullptr ? stream->platform_specific_handle().stream : nullptr;
   // A null handle would be CUDA's default stream, which TensorFlow does not use.
   if (info == nullptr || info->gpu_id < 0 || handle == nullptr) {

@@ -22,4 +22,7 @@ struct DeviceStream {
 // which lives as long as the device. Fails if the device has no such stream.
 absl::Status device_stream_of_kernel(tensorflow::OpKernelContext* context, DeviceStream& target);
 
+// Enqueues the filling of device memory with zeros on the kernel's stream.
+absl::Status fill_with_zeros_on_device(tensorflow::OpKernelContext* context, void* memory, std::size_t bytes);
+
 }  // namespace dl_comm

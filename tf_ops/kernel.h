@@ -120,6 +120,12 @@ class CollectiveKernel : public AsyncOpKernel {
   }
 
  protected:
+  // Sets the bytes of a new output to 0, in the order of the kernel's stream.
+  virtual absl::Status fill_with_zeros(OpKernelContext*, tensorflow::Tensor& output) const {
+    std::memset(output.data(), 0, output.TotalBytes());
+    return absl::OkStatus();
+  }
+
   // Sets `target` to the tensors' device; the default is host memory.
   virtual absl::Status device_stream(OpKernelContext*, DeviceStream&) const { return absl::OkStatus(); }
 
@@ -166,6 +172,10 @@ class OnGpu final : public Kernel {
  protected:
   absl::Status device_stream(OpKernelContext* context, DeviceStream& target) const override {
     return device_stream_of_kernel(context, target);
+  }
+
+  absl::Status fill_with_zeros(OpKernelContext* context, tensorflow::Tensor& output) const override {
+    return fill_with_zeros_on_device(context, output.data(), output.TotalBytes());
   }
 };
 #endif

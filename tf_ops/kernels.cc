@@ -14,8 +14,8 @@ namespace {
 class GradientsKernel : public CollectiveKernel {
  public:
   explicit GradientsKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
-    OP_REQUIRES_OK(context,
-                   read_settings(context, call_name_, labels_, team_, towers_, owner_, part_, timed_, timeout_));
+    OP_REQUIRES_OK(context, read_settings(context, call_name_, labels_, team_, towers_, owner_, part_, timed_,
+                                          caller_blocks_, timeout_));
   }
 
  protected:
@@ -33,7 +33,7 @@ class GradientsKernel : public CollectiveKernel {
     call.continues_step = part_;
     call.return_weights = false;
     call.count_wait = timed_;
-    call.caller_blocks = false;
+    call.caller_blocks = caller_blocks_ && target.device < 0;
     call.timeout = timeout_;
     call.device = target.device;
     call.stream = target.stream;
@@ -48,12 +48,13 @@ class GradientsKernel : public CollectiveKernel {
   int64_t owner_ = 0;
   bool part_ = false;
   bool timed_ = true;
+  bool caller_blocks_ = false;
 };
 
 class BroadcastKernel : public CollectiveKernel {
  public:
   explicit BroadcastKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
-    OP_REQUIRES_OK(context, read_settings(context, call_name_, labels_, root_, timeout_));
+    OP_REQUIRES_OK(context, read_settings(context, call_name_, labels_, root_, caller_blocks_, timeout_));
   }
 
  protected:
@@ -64,7 +65,7 @@ class BroadcastKernel : public CollectiveKernel {
     call.root = root_;
     call.name = {name.data(), name.size()};
     call.tensor_names = {labels_.data(), labels_.size()};
-    call.caller_blocks = false;
+    call.caller_blocks = caller_blocks_ && target.device < 0;
     call.timeout = timeout_;
     call.device = target.device;
     call.stream = target.stream;
@@ -75,6 +76,7 @@ class BroadcastKernel : public CollectiveKernel {
 
  private:
   int32_t root_ = 0;
+  bool caller_blocks_ = false;
 };
 
 class CoreIdKernel final : public OpKernel {

@@ -40,6 +40,7 @@ settings: Text as in settings.h, with these numbers:
   owner: Distinguishes, on this rank only, equal lists of one name, for example of two optimizers.
   part: Whether the call belongs to the same step as the previous call, so that the schedule does not count it again.
   timed: Whether its duration counts as time that this rank waits for communication.
+  caller_blocks: Whether the calling thread waits for the result anyway, so that it may run the call.
   timeout: The deadline in seconds; 0: no limit; negative: the team's.
 )doc");
 
@@ -57,6 +58,7 @@ tensors: The tensors of this rank. Number, types and shapes must be the same on 
 values: The tensors of the root, in the order of `tensors`.
 settings: Text as in settings.h, with these numbers:
   root: The rank that has the values.
+  caller_blocks: As for DlCommGradients.
   timeout: The deadline in seconds; 0: no limit; negative: the team's.
 )doc");
 

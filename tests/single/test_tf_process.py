@@ -190,16 +190,17 @@ def test_a_function_with_one_thread(tmp_path):
 
 
 INTERRUPTED = """
-import os, signal, threading, time
+import os, signal, sys, threading, time
 import tensorflow as tf
 import dl_comm as mc
 import dl_comm.tensorflow as dt
 mc.init()
-dt.allreduce(1)
+call = getattr(dt, sys.argv[1])
+call([tf.ones(3)])
 if mc.get_rank() == 0:
     threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     try:
-        dt.allreduce(1)
+        call([tf.ones(3)])
     except KeyboardInterrupt:
         print("interrupted", flush=True)
 else:
@@ -207,10 +208,11 @@ else:
 """
 
 
-def test_an_eager_call_ends_with_ctrl_c(tmp_path):
+@pytest.mark.parametrize("call", ["allreduce", "gradients", "broadcast"])
+def test_an_eager_call_ends_with_ctrl_c(tmp_path, call):
     path = tmp_path / "script.py"
     path.write_text(INTERRUPTED)
-    result = launch(2, [sys.executable, str(path)], timeout=60, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
+    result = launch(2, [sys.executable, str(path), call], timeout=60, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
     assert "interrupted" in result.output, result.output
 
 

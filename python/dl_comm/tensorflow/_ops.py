@@ -27,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from dl_comm import _load
-from dl_comm._arguments import NO_FACTORS, operator_code
+from dl_comm._arguments import ADASUM, NO_FACTORS
 from dl_comm._buckets import bucket_bytes, split
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._cuda import preload
@@ -45,8 +45,6 @@ ALL_TYPES = _AVERAGED.union(_OTHERS)
 # The codes of dl_comm.h.
 ALLREDUCE, BROADCAST, BARRIER, REDUCE, ALLGATHER, GATHER, SCATTER, REDUCE_SCATTER, ALLTOALL = range(1, 10)
 _LIKE_INPUTS = (ALLREDUCE, BROADCAST, BARRIER, REDUCE)
-_ON_GPU = (ALLREDUCE, BROADCAST)
-_ADASUM, _ = operator_code("adasum", *NO_FACTORS)
 
 # The default of torch's DistributedDataParallel.
 BUCKET_BYTES = 25 << 20
@@ -213,7 +211,7 @@ def broadcast_new(
         return list(collective(BROADCAST, values, name, number, timeout=limit, root=root, named=given))
     refuse_xla()
     labels = tensor_names(given, tf.executing_eagerly())
-    text = settings(call_name(name, CONTROL_TEAM), labels, root, limit)
+    text = settings(call_name(name, CONTROL_TEAM), labels, root, tf.executing_eagerly(), limit)
     return list(run("dl_comm_broadcast", values, text))
 
 
@@ -252,7 +250,7 @@ def collective(
         name = call_name(name, f"group {group}")
     labels = tensor_names(named, eager)
     text = settings(name, labels, code, operator, group, root, factors[0], factors[1], eager, timeout)
-    on_host = code not in _ON_GPU or operator == _ADASUM
+    on_host = operator == ADASUM
     if code in _LIKE_INPUTS:
         return run("dl_comm_collective", tensors, text, on_host=on_host)
     return run("dl_comm_block_collective", tensors, counts, text, on_host=on_host)
@@ -348,9 +346,10 @@ def _gradients(
     tensors = [as_tensor(value, _AVERAGED, "averaged") for value in given]
     refuse_xla()
     owner = _scope() if owner is None else owner
+    eager = tf.executing_eagerly()
     if labels is None:
-        labels = tensor_names(given[: len(given) // towers], tf.executing_eagerly())
-    text = settings(call_name(base, team), labels, team, towers, owner, part, timed, timeout)
+        labels = tensor_names(given[: len(given) // towers], eager)
+    text = settings(call_name(base, team), labels, team, towers, owner, part, timed, eager, timeout)
     return list(run("dl_comm_gradients", tensors, text, on_host=towers > 1 or _may_return_early(team, owner)))
 
 
