@@ -167,7 +167,7 @@ class GroupKernel : public CollectiveKernel {
     if (group->rank == root_) return CollectiveKernel::prepare(context, on_host, list, outputs);
     for (int i = 0; i < context->num_outputs(); ++i) {
       const Tensor& input = context->input(i);
-      absl::Status status = context->allocate_temp(input.dtype(), input.shape(), &outputs[i]);
+      absl::Status status = new_result(context, on_host, input.dtype(), input.shape(), outputs[i]);
       if (!status.ok()) return status;
       status = fill_with_zeros(context, outputs[i]);
       if (status.ok()) status = list.add(input, outputs[i]);
@@ -248,8 +248,7 @@ class BlockKernel : public GroupKernel {
       if (!status.ok()) return status;
       TensorShape result = shape;
       status = result.SetDimWithStatus(0, rows.written);
-      if (status.ok()) status = context->allocate_temp(input.dtype(), result, &outputs[i]);
-      if (status.ok() && on_host) advise_huge_pages(outputs[i]);
+      if (status.ok()) status = new_result(context, on_host, input.dtype(), result, outputs[i]);
       TensorShape block = shape;
       if (status.ok()) status = block.SetDimWithStatus(0, rows.block);
       if (status.ok()) status = list.add(input, outputs[i], block);

@@ -9,8 +9,6 @@
 // the call: it continues with the rest of backward. The context keeps inputs and results alive until `done`.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -19,6 +17,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "dl_comm.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tf_ops/convert.h"
 #include "tf_ops/device_stream.h"
@@ -89,14 +88,31 @@ inline std::string iteration(const tensorflow::FrameAndIter& frame_iter) {
   return absl::StrCat(" [iteration ", frame_iter.iter_id, " of loop ", absl::Hex(frame_iter.frame_id), "]");
 }
 
-// Asks for huge pages under a large new tensor in host memory, as NumPy does: fewer page faults, and ranks of a host
-// copy from such memory directly. Only a hint.
-inline void advise_huge_pages(const tensorflow::Tensor& tensor) {
-  constexpr std::uintptr_t page = 4096;
-  if (tensor.TotalBytes() < (4 << 20)) return;
-  const auto start = (reinterpret_cast<std::uintptr_t>(tensor.data()) + page - 1) / page * page;
-  const auto end = (reinterpret_cast<std::uintptr_t>(tensor.data()) + tensor.TotalBytes()) / page * page;
-  madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+// Memory of freed results (dl_comm_result_alloc), of which the pages need not be made again.
+class ResultMemory final : public tensorflow::TensorBuffer {
+ public:
+  ResultMemory(void* memory, std::size_t bytes) : TensorBuffer(memory), bytes_(bytes) {}
+  ~ResultMemory() override { dl_comm_result_free(data()); }
+
+  std::size_t size() const override { return bytes_; }
+  TensorBuffer* root_buffer() override { return this; }
+  void FillAllocationDescription(tensorflow::AllocationDescription*) const override {}
+
+ private:
+  const std::size_t bytes_;
+};
+
+// Allocates a new tensor for a result. Large ones in host memory lie in the memory of freed results.
+inline absl::Status new_result(OpKernelContext* context, bool on_host, tensorflow::DataType dtype,
+                               const tensorflow::TensorShape& shape, tensorflow::Tensor& result) {
+  const auto bytes =
+      static_cast<std::size_t>(shape.num_elements()) * static_cast<std::size_t>(tensorflow::DataTypeSize(dtype));
+  void* const memory = on_host ? dl_comm_result_alloc(bytes) : nullptr;
+  if (memory == nullptr) return context->allocate_temp(dtype, shape, &result);
+  auto* const buffer = new ResultMemory(memory, bytes);
+  result = tensorflow::Tensor(dtype, shape, buffer);  // which holds a reference of its own
+  buffer->Unref();
+  return absl::OkStatus();
 }
 
 // The common part: the conversion of a context to a `TensorList`. Constructors of kernels read the settings.
@@ -137,10 +153,15 @@ class CollectiveKernel : public AsyncOpKernel {
     for (int i = 0; i < context->num_outputs(); ++i) {
       const tensorflow::Tensor& input = context->input(i);
       tensorflow::Tensor& output = outputs[i];
-      const absl::Status allocated = context->forward_input_or_allocate_temp(
-          {i}, input.dtype(), input.shape(), tensorflow::AllocatorAttributes(), &output);
-      if (!allocated.ok()) return allocated;
-      if (on_host && input.data() != output.data()) advise_huge_pages(output);
+      const std::unique_ptr<tensorflow::Tensor> forwarded =
+          context->forward_input(i, OpKernelContext::Params::kNoReservation, input.dtype(), input.shape(),
+                                 tensorflow::DEVICE_MEMORY, tensorflow::AllocatorAttributes());
+      if (forwarded != nullptr) {
+        output = *forwarded;
+      } else {
+        const absl::Status allocated = new_result(context, on_host, input.dtype(), input.shape(), output);
+        if (!allocated.ok()) return allocated;
+      }
       if (copies && input.data() != output.data()) std::memcpy(output.data(), input.data(), input.TotalBytes());
       const absl::Status added = list.add(copies ? output : input, output);
       if (!added.ok()) return added;

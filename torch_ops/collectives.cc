@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "result_memory.h"
 #include "tensor_views.h"
 #include "unbox.h"
 #include "work.h"
@@ -307,7 +308,7 @@ class Call {
       if (!out->is_contiguous()) throw make_error(-1, "out: tensor ", index, " is not contiguous");
       results.push_back(*out);
     } else {
-      results.push_back(::torch::stable::new_empty(given, writes() ? shape : Counts{0}));
+      results.push_back(new_result(given, writes() ? shape : Counts{0}));
     }
     const void* read = nullptr;
     void* const written = writes() ? results.back().mutable_data_ptr() : nullptr;

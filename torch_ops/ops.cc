@@ -17,6 +17,7 @@
 #include <memory>
 #include <utility>
 
+#include "result_memory.h"
 #include "tensor_views.h"
 #include "unbox.h"
 #include "work.h"
@@ -104,7 +105,8 @@ void average_new(StableIValue* stack, uint64_t, uint64_t) {
   for (const Tensor& tensor : call.tensors) {
     views.check_dense(tensor);
     keep.push_back(tensor.is_contiguous() ? tensor : ::torch::stable::contiguous(tensor));
-    results.push_back(::torch::stable::empty_like(keep.back()));
+    const auto sizes = tensor.sizes();
+    results.push_back(new_result(tensor, {sizes.begin(), sizes.end()}));
     if (copies) {
       ::torch::stable::copy_(results.back(), keep.back());
       views.add(results.back());

@@ -439,6 +439,14 @@ int dl_comm_check_buffers_match(const dl_comm_buffer_t* buffers, size_t count, i
 int dl_comm_alloc(size_t bytes, void** memory);
 int dl_comm_free(void* memory);
 
+/* Memory of `bytes` bytes for a result, page-aligned, that only this process uses: that of freed results of the same
+ * length, whose pages need not be made again, or new memory. It is not zeroed. NULL for less than 1 MiB, which malloc
+ * serves faster, in a forked child, and if there is no memory. dl_comm_result_free frees it, and ignores NULL. Freed
+ * memory is kept: as much as results have had at once, but the system may take its pages. Without dl_comm_init too.
+ * Not collective. */
+void* dl_comm_result_alloc(size_t bytes);
+void dl_comm_result_free(void* memory);
+
 /* Returns when every rank has called it. Collective. */
 int dl_comm_barrier(void);
 

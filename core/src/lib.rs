@@ -10,7 +10,7 @@
 //! - [`transport`]: shared memory, network, [`transport::job`], [`transport::gpu`], ranks as threads
 //!   for tests;
 //! - base: [`dtype`], [`buffer`], [`device`], [`wire_layout`], [`reduce`], [`stream_copy`], [`topology`], [`affinity`],
-//!   [`config`], [`variables`], [`error`], [`timings`], [`timeline`], [`helper`], [`signals`], [`stacks`].
+//!   [`config`], [`variables`], [`error`], [`result_memory`], [`timings`], [`timeline`], [`helper`], [`signals`], [`stacks`].
 //!
 //! `docs/architecture.md` follows one gradient through the layers.
 
@@ -43,6 +43,7 @@ pub mod pages;
 pub mod plugin;
 pub mod process_info;
 pub mod reduce;
+pub mod result_memory;
 pub mod runtime;
 pub mod signals;
 pub mod stacks;

@@ -1,18 +1,15 @@
 //! Memory of NumPy arrays, by handlers of NumPy's C API (NEP 49): results, whose memory is used again, and memory that
 //! the ranks of a host share.
 //!
-//! A new large array has new pages, and the system takes longer to make them than an allreduce takes. So the memory of
-//! freed results is kept for the next ones: as much as results have had at once. The system may take its pages when it
-//! needs memory (`MADV_FREE`).
 //! Thread rule: NumPy calls the handlers with the GIL.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
+use std::marker::PhantomData;
 use std::process;
 use std::ptr;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
-use memmap2::{Advice, MmapMut, UncheckedAdvice};
 use pyo3::exceptions::PyImportError;
 use pyo3::ffi::PyCapsule_New;
 use pyo3::prelude::*;
@@ -20,13 +17,6 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyCapsuleMethods};
 
 use crate::api;
-
-/// Smaller memory comes from malloc, which keeps it.
-const MIN_RESULT: usize = 1 << 20;
-/// From here on NumPy asks for huge pages, and so do we.
-const MIN_HUGE: usize = 4 << 20;
-/// Smaller arrays are not shared: they take less time than a page of shared memory takes to make.
-const MIN_SHARED: usize = 4 << 10;
 
 /// `PyDataMem_Handler` of NumPy's C API.
 #[repr(C)]
@@ -105,8 +95,8 @@ macro_rules! handler {
     }};
 }
 
-static RESULTS: LazyLock<Mutex<Results>> = LazyLock::new(Mutex::default);
-static SHARED: LazyLock<Mutex<Shared>> = LazyLock::new(Mutex::default);
+static RESULTS: LazyLock<Mutex<Blocks<OfResults>>> = LazyLock::new(Mutex::default);
+static SHARED: LazyLock<Mutex<Blocks<SharedByHost>>> = LazyLock::new(Mutex::default);
 static RESULT_HANDLER: Handler = handler!("dl_comm_results", RESULTS);
 static SHARED_HANDLER: Handler = handler!("dl_comm_shared", SHARED);
 
@@ -114,66 +104,65 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Private memory that is used again.
-#[derive(Default)]
-struct Results {
-    used: HashMap<usize, MmapMut>,
-    /// The one freed last comes last.
-    free: Vec<MmapMut>,
-    used_bytes: usize,
-    free_bytes: usize,
-    most_used_bytes: usize,
+/// A kind of memory of the core.
+trait Memory {
+    /// Smaller memory comes from malloc.
+    const MIN: usize;
+    /// Whether new memory is zero.
+    const IS_ZERO: bool;
+
+    /// Null if there is none: the array is then in memory of malloc.
+    fn alloc(len: usize) -> *mut c_void;
+
+    /// # Safety
+    /// The memory is from `alloc`, and nobody uses it.
+    unsafe fn free(memory: *mut c_void);
 }
 
-impl Results {
-    /// The memory, and whether it is zero.
-    fn alloc(&mut self, len: usize) -> Option<(*mut c_void, bool)> {
-        if len < MIN_RESULT {
-            return None;
-        }
-        let found = self.free.iter().rposition(|map| map.len() == len);
-        let mut map = match found {
-            Some(index) => self.free.remove(index),
-            None => {
-                let map = MmapMut::map_anon(len).ok()?;
-                if len >= MIN_HUGE {
-                    let _hint = map.advise(Advice::HugePage);
-                }
-                map
-            }
-        };
-        if found.is_some() {
-            self.free_bytes -= len;
-        }
-        self.used_bytes += len;
-        self.most_used_bytes = self.most_used_bytes.max(self.used_bytes);
-        let address = map.as_mut_ptr();
-        self.used.insert(address.addr(), map);
-        Some((address.cast(), found.is_none()))
+/// Private memory of `dl_comm_result_alloc`, used again.
+struct OfResults;
+
+impl Memory for OfResults {
+    const MIN: usize = 1 << 20;
+    const IS_ZERO: bool = false;
+
+    fn alloc(len: usize) -> *mut c_void {
+        // SAFETY: passes a number.
+        unsafe { api::ffi::dl_comm_result_alloc(len) }
     }
 
-    fn len(&self, memory: *mut c_void) -> Option<usize> {
-        self.used.get(&memory.addr()).map(|map| map.len())
-    }
-
-    /// Returns false if the memory is not from here.
-    fn free(&mut self, memory: *mut c_void) -> bool {
-        let Some(map) = self.used.remove(&memory.addr()) else { return false };
-        self.used_bytes -= map.len();
-        self.free_bytes += map.len();
-        // SAFETY: nobody uses the memory; the next user expects no values.
-        let _hint = unsafe { map.unchecked_advise(UncheckedAdvice::Free) };
-        self.free.push(map);
-        while self.free_bytes > self.most_used_bytes {
-            self.free_bytes -= self.free.remove(0).len();
-        }
-        true
+    unsafe fn free(memory: *mut c_void) {
+        // SAFETY: the caller's promise.
+        unsafe { api::ffi::dl_comm_result_free(memory) }
     }
 }
 
-/// Memory of `dl_comm_alloc`, by address.
-#[derive(Default)]
-struct Shared(HashMap<usize, Block>);
+/// Memory of `dl_comm_alloc`.
+struct SharedByHost;
+
+impl Memory for SharedByHost {
+    // Smaller arrays take less time than a page of shared memory takes to make.
+    const MIN: usize = 4 << 10;
+    const IS_ZERO: bool = true;
+
+    fn alloc(len: usize) -> *mut c_void {
+        let mut memory = ptr::null_mut();
+        // SAFETY: `memory` is valid for the address.
+        unsafe { api::ffi::dl_comm_alloc(len, &raw mut memory) };
+        memory
+    }
+
+    unsafe fn free(memory: *mut c_void) {
+        // SAFETY: the caller's promise, so this does not fail.
+        unsafe { api::ffi::dl_comm_free(memory) };
+    }
+}
+
+/// The memory of a kind that arrays use, by address.
+struct Blocks<M> {
+    by_address: HashMap<usize, Block>,
+    kind: PhantomData<M>,
+}
 
 struct Block {
     len: usize,
@@ -181,28 +170,34 @@ struct Block {
     owner: u32,
 }
 
-impl Shared {
-    /// `None` if there is no shared memory, or not enough: the array is then in ordinary memory.
+impl<M> Default for Blocks<M> {
+    fn default() -> Self {
+        Blocks { by_address: HashMap::new(), kind: PhantomData }
+    }
+}
+
+impl<M: Memory> Blocks<M> {
+    /// The memory, and whether it is zero.
     fn alloc(&mut self, len: usize) -> Option<(*mut c_void, bool)> {
-        let mut memory = ptr::null_mut();
-        // SAFETY: `memory` is valid for the address.
-        if len < MIN_SHARED || unsafe { api::ffi::dl_comm_alloc(len, &raw mut memory) } != 0 {
+        let memory = if len < M::MIN { ptr::null_mut() } else { M::alloc(len) };
+        if memory.is_null() {
             return None;
         }
-        self.0.insert(memory.addr(), Block { len, owner: process::id() });
-        Some((memory, true))
+        self.by_address.insert(memory.addr(), Block { len, owner: process::id() });
+        Some((memory, M::IS_ZERO))
     }
 
     fn len(&self, memory: *mut c_void) -> Option<usize> {
-        self.0.get(&memory.addr()).map(|block| block.len)
+        self.by_address.get(&memory.addr()).map(|block| block.len)
     }
 
+    /// Returns false if the memory is not from here.
     fn free(&mut self, memory: *mut c_void) -> bool {
-        let Some(block) = self.0.remove(&memory.addr()) else { return false };
+        let Some(block) = self.by_address.remove(&memory.addr()) else { return false };
         // A forked child shares the block with its parent, which still uses it.
         if block.owner == process::id() {
-            // SAFETY: nobody uses the memory. It is from `dl_comm_alloc`, so this does not fail.
-            unsafe { api::ffi::dl_comm_free(memory) };
+            // SAFETY: NumPy does not use it any more.
+            unsafe { M::free(memory) };
         }
         true
     }

@@ -75,6 +75,18 @@ static void shared_memory(int nranks) {
   EXPECT(memory == NULL);
 }
 
+static void result_memory(void) {
+  const size_t bytes = (size_t)3 << 20;
+  EXPECT(dl_comm_result_alloc(1000) == NULL);
+  char* result = dl_comm_result_alloc(bytes);
+  EXPECT(result != NULL && (uintptr_t)result % 4096 == 0);
+  result[0] = result[bytes - 1] = 1;
+  dl_comm_result_free(result);
+  EXPECT(dl_comm_result_alloc(bytes) == result);
+  dl_comm_result_free(result);
+  dl_comm_result_free(NULL);
+}
+
 static void beyond_the_plugin(int nranks) {
   const int64_t shape[2] = {2, 3};
   double source[6], mean[6];
@@ -180,6 +192,7 @@ int main(void) {
   averages_and_broadcasts(nranks); /* makes team 2 by itself */
   EXPECT(dl_comm_get_nteams() == 3);
   shared_memory(nranks);
+  result_memory();
   beyond_the_plugin(nranks);
   a_schedule(nranks);
   diagnosis();

@@ -533,6 +533,24 @@ def test_xla_is_refused(rank: int, size: int) -> None:
         tf.function(dt.all_gather, jit_compile=True)(tf.ones([2]))
 
 
+def test_large_results_use_memory_again(rank: int, size: int) -> None:
+    given = tf.fill([3 << 10, 1 << 10], float(rank))
+    places = set()
+    for step in range(6):
+        results = [dt.gradients([given], 0)[0], dt.allreduce(given), dt.all_gather(given)]
+        arrays = [result.numpy() for result in results]
+        assert (arrays[0] == (size - 1) / 2).all()
+        assert (arrays[1] == size * (size - 1) / 2).all()
+        assert (arrays[2].reshape(size, -1) == np.arange(size).reshape(size, 1)).all()
+        if step > 1:
+            places |= {array.ctypes.data for array in arrays}
+        del results, arrays
+    assert len(places) <= 6, "three results are alive at once"
+    # Results that stay, and arrays in their memory, are not used again.
+    kept = [dt.allreduce(given * step).numpy() for step in range(4)]
+    assert all((array == step * size * (size - 1) / 2).all() for step, array in enumerate(kept))
+
+
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("cartesian", [None, False])
 def test_an_allreduce_goes_through_a_span(rank: int, size: int, cartesian: bool | None, in_graph: bool) -> None:

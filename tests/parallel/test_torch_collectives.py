@@ -439,6 +439,32 @@ def test_gradcheck(rank: int, size: int) -> None:
         assert torch.autograd.gradgradcheck(lambda x, op=op: cdl.allreduce(x, op) ** 2, x)
 
 
+def test_large_results_use_memory_again(rank: int, size: int) -> None:
+    given = torch.full((3 << 10, 1 << 10), float(rank))
+    places = set()
+    for step in range(6):
+        mean = cdl.gradients([given], 0)[0]
+        total = cdl.allreduce(given + step)
+        joined = cdl.all_gather(given)
+        assert (mean == (size - 1) / 2).all()
+        assert (total == size * (size - 1) / 2 + size * step).all()
+        assert (joined.view(size, -1) == torch.arange(size).view(size, 1)).all()
+        assert (total.shape, total.dtype, total.device) == (given.shape, given.dtype, given.device)
+        assert total.is_contiguous()
+        places |= {result.data_ptr() for result in (mean, total, joined)}
+        del mean, total, joined
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11):
+        assert len(places) <= 6, "three results are alive at once"
+    # Results that stay, and their views, are not used again.
+    kept = [cdl.allreduce(given * step)[5] for step in range(4)]
+    assert all((row == step * size * (size - 1) / 2).all() for step, row in enumerate(kept))
+    x = given.clone().requires_grad_()
+    y = cdl.allreduce(x)
+    y.mul_(2).sum().backward()
+    assert (x.grad == 2 * size).all()
+    assert cdl.allreduce(torch.ones(1 << 20, 0)).shape == (1 << 20, 0)
+
+
 @pytest.mark.parametrize("cartesian", [None, False])
 def test_an_allreduce_goes_through_a_span(rank: int, size: int, cartesian: bool | None) -> None:
     dl_comm.push_communicator(int(rank > 0), cartesian=cartesian)

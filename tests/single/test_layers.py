@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[2] / "core" / "src"
 # From the bottom up: a file imports from its own layer and from those before it.
 LAYERS = (
     "affinity buffer clock codec config deadline device dtype error folder fork group_config group_key lock log pages "
-    "reduce signals stacks stream_copy timeline timings topology variables wire_layout",
+    "reduce result_memory signals stacks stream_copy timeline timings topology variables wire_layout",
     "transport",
     "helper",
     "p2p",

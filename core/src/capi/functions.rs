@@ -13,6 +13,7 @@ use crate::error::{Error, Result, guard};
 use crate::group::Timeout;
 use crate::plugin::{Arguments, Cooldown};
 use crate::process_info::process_info;
+use crate::result_memory;
 use crate::runtime;
 use crate::runtime::collectives::{self, SmallCall};
 use crate::signals;
@@ -375,6 +376,25 @@ pub unsafe extern "C" fn dl_comm_alloc(bytes: usize, memory: *mut *mut c_void) -
 pub unsafe extern "C" fn dl_comm_free(memory: *mut c_void) -> c_int {
     // SAFETY: the caller's promise.
     status(|| unsafe { runtime::free(memory.cast()) })
+}
+
+/// `dl_comm_result_alloc` of `dl_comm.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn dl_comm_result_alloc(bytes: usize) -> *mut c_void {
+    guard(|| Ok(result_memory::alloc(bytes))).ok().flatten().map_or(ptr::null_mut(), |memory| memory.as_ptr().cast())
+}
+
+/// `dl_comm_result_free` of `dl_comm.h`.
+///
+/// # Safety
+/// The memory is not used any more.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_result_free(memory: *mut c_void) {
+    let _freed = guard(|| {
+        // SAFETY: the caller's promise.
+        unsafe { result_memory::free(memory.cast()) };
+        Ok(())
+    });
 }
 
 /// `dl_comm_average_on` of `dl_comm.h`.

@@ -1,0 +1,57 @@
+#include "result_memory.h"
+
+#include <dlfcn.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <cstddef>
+#include <limits>
+
+#include "dl_comm.h"
+
+namespace dl_comm::torch_ops {
+namespace {
+
+using ::torch::stable::Tensor;
+
+// `torch_from_blob` of the stable ABI of torch 2.11 (torch/csrc/stable/c/shim.h). This library is for torch 2.10 too,
+// so it looks for the function.
+using FromBlob = AOTITorchError (*)(void* data, int64_t ndim, const int64_t* sizes, const int64_t* strides,
+                                    int64_t storage_offset, int32_t dtype, int32_t device_type, int32_t device_index,
+                                    AtenTensorHandle* tensor, int32_t layout, const uint8_t* opaque_metadata,
+                                    int64_t opaque_metadata_size, void (*deleter)(void* data, void* context),
+                                    void* context);
+
+FromBlob from_blob() {
+  static const auto function = reinterpret_cast<FromBlob>(dlsym(RTLD_DEFAULT, "torch_from_blob"));
+  return function;
+}
+
+std::size_t bytes_of(const Tensor& like, const std::vector<int64_t>& shape) {
+  std::size_t bytes = like.element_size();
+  for (const int64_t extent : shape) {
+    // Torch reports a length that is too large.
+    if (extent < 0 || __builtin_mul_overflow(bytes, static_cast<std::size_t>(extent), &bytes)) return 0;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+Tensor new_result(const Tensor& like, const std::vector<int64_t>& shape) {
+  void* const memory = like.is_cpu() && from_blob() != nullptr ? dl_comm_result_alloc(bytes_of(like, shape)) : nullptr;
+  if (memory == nullptr) return ::torch::stable::new_empty(like, shape);
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (std::size_t axis = shape.size(); axis-- > 1;) strides[axis - 1] = strides[axis] * shape[axis];
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  AtenTensorHandle handle = nullptr;
+  const auto release = [](void* data, void*) { dl_comm_result_free(data); };
+  const AOTITorchError error =
+      from_blob()(memory, static_cast<int64_t>(shape.size()), shape.data(), strides.data(), 0, dtype,
+                  aoti_torch_device_type_cpu(), -1, &handle, aoti_torch_layout_strided(), nullptr, 0, release, nullptr);
+  if (error != AOTI_TORCH_SUCCESS) dl_comm_result_free(memory);
+  TORCH_ERROR_CODE_CHECK(error);
+  return Tensor(handle);
+}
+
+}  // namespace dl_comm::torch_ops
