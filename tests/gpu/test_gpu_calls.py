@@ -66,6 +66,16 @@ def test_the_state_of_an_optimizer(job: Job, everywhere: bool) -> None:
     assert mc.check_buffers_match(moments, 1) == 0
 
 
+def test_messages(job: Job) -> None:
+    following, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
+    for count in (1, 300_001):
+        out = [torch.full((count,), -1.0, device=job.device), torch.full((2,), -1, device=job.device)]
+        status = cdl.sendrecv(torch.full((count + 2,), job.rank, device=job.device) * 1.0, following, out, before)
+        assert status == (before, 0, 4 * (count + 2))
+        assert (out[0] == before).all()
+        assert out[1][1] == -1, "the message is shorter"
+
+
 def test_metrics(job: Job) -> None:
     mean = cdl.average(torch.tensor([job.rank, 2.0], device=job.device))
     assert mean.device == job.device

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 import dl_comm  # noqa: E402
 import dl_comm.torch as cdl  # noqa: E402
+from dl_comm.torch import _messages  # noqa: E402
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
@@ -218,7 +219,10 @@ def test_handles_are_awaitable(rank: int, size: int) -> None:
         assert (found == size * index + size * (size - 1) // 2).all()
 
 
-def test_messages(rank: int, size: int) -> None:
+@pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
+def test_messages(rank: int, size: int, copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if copied:  # as tensors of a GPU
+        monkeypatch.setattr(_messages, "_on_host", lambda tensor: False)
     following, before = (rank + 1) % size, (rank - 1) % size
     for length in (0, 5, 100_000):
         out = torch.full((length,), -1.0)
@@ -241,6 +245,20 @@ def test_messages(rank: int, size: int) -> None:
     sent.wait()
     assert (pair[0] == 1j * before).all()
     assert (pair[1] == 1).all()
+    # A shorter message leaves the rest as it is.
+    pair = [torch.full((2, 2), -1.0), torch.full((3,), -1.0)]
+    status = cdl.sendrecv(torch.full((5,), float(rank)), following, pair, before)
+    assert status.bytes == 20
+    assert (pair[0] == before).all()
+    assert pair[1].tolist() == [before, -1, -1]
+    received = cdl.recv(pair[1], before, async_op=True)
+    cdl.send(torch.ones(3), following)
+    assert received.wait().bytes == 12
+    pair[1].zero_()
+    assert received.wait().bytes == 12
+    assert pair[1].tolist() == [0] * 3, "the second wait copies nothing"
+    with pytest.raises(dl_comm.ArgumentError, match="contiguous"):
+        cdl.recv(torch.ones(4)[::2], before)
 
 
 def test_a_wait_that_ends_early_can_be_repeated(rank: int, size: int) -> None:

@@ -1,4 +1,6 @@
-"""Send and receive of torch tensors in host memory, as the functions of `dl_comm` for NumPy arrays.
+"""Send and receive of torch tensors, as the functions of `dl_comm` for NumPy arrays.
+
+Messages of GPU tensors go through host memory.
 
 Thread rule: any thread may call every function; they wait without the GIL.
 """
@@ -13,7 +15,7 @@ from dl_comm import ArgumentError, Group, Status
 from dl_comm._process import seconds
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import call_name, checked_rank, checked_tag, place, refuse_gradients, tensors_of
-from dl_comm.torch._work import Work
+from dl_comm.torch._work import Handle, Work
 
 _ANY = -1
 _SEND, _RECEIVE = _ops.ops.send_start.default, _ops.ops.recv_start.default
@@ -29,10 +31,10 @@ def send(
     timeout: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Send tensors in host memory to rank `dest` of the group. Not differentiable.
+    """Send tensors to rank `dest` of the group. Not differentiable.
 
     Args:
-        x: A tensor or a list of tensors, which are one message.
+        x: A tensor or a list of tensors, which are one message. The host waits for the work on GPU tensors.
         dest: The receiver.
         tag: A number from 0 that the receiver may ask for.
         group: As for `allreduce`.
@@ -45,7 +47,8 @@ def send(
     tensors, _ = tensors_of(x)
     refuse_gradients(tensors, "send")
     arguments = (place(group)[0], checked_rank(dest, "dest"), checked_tag(tag), call_name(name), seconds(timeout))
-    work: Work[None] = Work(_ops.call(_SEND, tensors, *arguments), lambda _: None)
+    copies = [tensor if _on_host(tensor) else tensor.cpu() for tensor in tensors]
+    work: Work[None] = Work(_ops.call(_SEND, copies, *arguments), lambda _: None)
     return work if async_op else work.wait()
 
 
@@ -59,7 +62,7 @@ def recv(
     timeout: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Receive a message into tensors in host memory.
+    """Receive a message into tensors.
 
     Args:
         out: A contiguous tensor or a list of them. A shorter message leaves the rest as it is; a longer one is an
@@ -69,7 +72,7 @@ def recv(
         group: As for `allreduce`.
         name: Stands in error messages of this rank.
         timeout: As for `allreduce`. A receive that misses its deadline does not end the group.
-        async_op: Return a `Work` of the status at once.
+        async_op: Return a `Work` of the status at once. Its `wait` copies the message to GPU tensors.
 
     Returns:
         A `Status`: source, tag and length in bytes.
@@ -78,9 +81,41 @@ def recv(
     refuse_gradients(tensors, "recv")
     peer = _ANY if source is None else checked_rank(source, "source")
     arguments = (place(group)[0], peer, _ANY if tag is None else checked_tag(tag), call_name(name), seconds(timeout))
-    work = Work(_ops.call(_RECEIVE, tensors, *arguments), lambda handle: Status(*handle.status()))
+    copies = [tensor if _on_host(tensor) else _host_copy(tensor) for tensor in tensors]
+    copied = False
+
+    def ended(handle: Handle) -> Status:
+        nonlocal copied
+        status = Status(*handle.status())
+        if not copied:
+            _upload(tensors, copies, status.bytes)
+        copied = True
+        return status
+
+    work = Work(_ops.call(_RECEIVE, copies, *arguments), ended)
     torch.autograd.graph.increment_version(tensors)
     return work if async_op else work.wait()
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory for what a tensor receives."""
+    if not tensor.is_contiguous():
+        raise ArgumentError("out is not contiguous: receive into a contiguous tensor")
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _upload(tensors: list[torch.Tensor], copies: list[torch.Tensor], received: int) -> None:
+    """Copy the first `received` bytes of the copies to their tensors."""
+    with torch.no_grad():
+        for tensor, copy in zip(tensors, copies, strict=True):
+            length = min(tensor.nbytes, received)
+            received -= length
+            if copy is not tensor and length:
+                tensor.view(-1).view(torch.uint8)[:length].copy_(copy.view(-1).view(torch.uint8)[:length])
 
 
 def sendrecv(
@@ -100,8 +135,8 @@ def sendrecv(
     tensors, _ = tensors_of(x)
     refuse_gradients(tensors, "send")
     size = place(group)[2]
-    if checked_rank(dest, "dest") >= size or any(tensor.device.type != "cpu" for tensor in tensors):
-        raise ArgumentError(f"sendrecv sends tensors in host memory to a rank of the group, 0 to {size - 1}")
+    if checked_rank(dest, "dest") >= size:
+        raise ArgumentError(f"sendrecv sends to a rank of the group, 0 to {size - 1}, not to {dest}")
     checked_tag(send_tag)
     received = recv(out, source, recv_tag, group=group, name=name, timeout=timeout, async_op=True)
     send(x, dest, send_tag, group=group, name=name, timeout=timeout)
