@@ -32,6 +32,7 @@ from dl_comm._arguments import (
 from dl_comm._binding import of_every_framework
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group, Status, Work, given, limit
+from dl_comm._memory import new_result_like
 
 # The codes of dl_comm.h.
 _ALLREDUCE, _BROADCAST, _BARRIER, _REDUCE, _ALLGATHER, _GATHER, _SCATTER, _REDUCE_SCATTER, _ALLTOALL = range(1, 10)
@@ -107,11 +108,13 @@ def allreduce(
         PeerLostError: A rank of the group has ended; the group refuses further calls.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    if out is x and type(x) is np.ndarray and not async_op and prescale == 1.0 == postscale and op in OPERATORS:
-        # An array in place needs no checks here, and a short call no more than this.
-        spec = (_ALLREDUCE, OPERATORS[op], 0, 1, [x], [x], None, None, name, limit(timeout), NO_FACTORS)
+    is_plain = type(x) is np.ndarray and (out is x or out is None)
+    if is_plain and not async_op and prescale == 1.0 == postscale and op in OPERATORS:
+        # Such an array needs no checks here, and a short call no more than this.
+        result = new_result_like(x) if out is None else x
+        spec = (_ALLREDUCE, OPERATORS[op], 0, 1, [x], [result], None, None, name, limit(timeout), NO_FACTORS)
         given(group, _ALLREDUCE).handle.run(spec)
-        return x
+        return result
     call = _Call(_ALLREDUCE, group, name, timeout, async_op)
     arrays, wrap = arrays_of(x)
     results = results_like(out, arrays, [array.shape for array in arrays])

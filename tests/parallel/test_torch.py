@@ -323,6 +323,7 @@ class TestCompiler:
 
         ops = torch.ops.dl_comm
         torch.library.opcheck(ops.average, (tensors(), 0, "opcheck", "", 1, -1.0))
+        torch.library.opcheck(ops.average_no_grad, (tensors(), 0, "opcheck", "", 1, -1.0))
         torch.library.opcheck(ops.average, ([t.requires_grad_() for t in tensors()], 0, "opcheck", "", 1, -1.0))
         torch.library.opcheck(ops.average, ([torch.rand(4, 3).t().requires_grad_()], 0, "opcheck", "", 1, -1.0))
         torch.library.opcheck(ops.average_, (tensors(), 0, "opcheck", "", -1.0))

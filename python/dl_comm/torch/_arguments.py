@@ -53,17 +53,9 @@ def nothing(tensors: Any) -> None:
     return
 
 
-def learns(tensors: list[torch.Tensor]) -> bool:
-    """Return whether a result of these tensors has a gradient."""
-    for tensor in tensors:
-        if tensor.requires_grad:
-            return torch.is_grad_enabled()
-    return False
-
-
 def refuse_gradients(tensors: list[torch.Tensor], what: str) -> None:
     """Raise ArgumentError if a result of these tensors would have a gradient."""
-    if learns(tensors):
+    if _ops.learns(tensors):
         raise ArgumentError(f"{what} is not differentiable, and a tensor requires gradients: .detach() it")
 
 

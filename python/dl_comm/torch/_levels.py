@@ -14,7 +14,7 @@ from dl_comm import ArgumentError, _groups
 from dl_comm._arguments import OPERATORS, SCALED_SUM, operator_code
 from dl_comm._hierarchy import Levels
 from dl_comm.torch import _ops
-from dl_comm.torch._arguments import device_of, learns, refuse_gradients, tensors_of
+from dl_comm.torch._arguments import device_of, refuse_gradients, tensors_of
 
 Tensors = tuple[torch.Tensor, ...]
 Allreduce = Callable[[Tensors], Tensors]
@@ -77,7 +77,7 @@ def allreduce_by_levels(
             for result, value in zip(given, allreduce(tuple(tensors)), strict=True):
                 result.copy_(value)
         return out
-    if not learns(tensors):
+    if not _ops.learns(tensors):
         return list(allreduce(tuple(tensors)))
     if op not in ("sum", "mean"):
         raise ArgumentError(f"allreduce with op={op!r} through several levels has no gradient; set it to 'flat'")

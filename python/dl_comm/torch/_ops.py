@@ -74,6 +74,22 @@ GROUP_TIMEOUT = -1.0
 """As `timeout`, which is in seconds: use the team's."""
 
 
+_AVERAGE, _AVERAGE_NO_GRAD = _ops.average.default, _ops.average_no_grad.default
+
+
+def learns(tensors: list[torch.Tensor]) -> bool:
+    """Return whether a result of these tensors has a gradient."""
+    for tensor in tensors:
+        if tensor.requires_grad:
+            return torch.is_grad_enabled()
+    return False
+
+
+def differentiates(tensors: list[torch.Tensor]) -> bool:
+    """Return whether a call needs the op with a gradient; torch's compiler knows only that one."""
+    return learns(tensors) or torch.compiler.is_compiling()
+
+
 def average_in_place(tensors: Tensors, team: int, name: str, labels: str = "", timeout: float = GROUP_TIMEOUT) -> None:
     """Replace contiguous tensors by their means over all ranks; blocking."""
     with torch.no_grad():
@@ -85,7 +101,9 @@ def average_new(
     tensors: Tensors, team: int, name: str, labels: str = "", towers: int = 1, timeout: float = GROUP_TIMEOUT
 ) -> list[torch.Tensor]:
     """Return the means of tensors over all ranks (and over the `towers` in the list) as new tensors; differentiable."""
-    return list(call(_ops.average, list(tensors), team, name, labels, towers, timeout))
+    given = list(tensors)
+    op = _AVERAGE if differentiates(given) else _AVERAGE_NO_GRAD
+    return list(call(op, given, team, name, labels, towers, timeout))
 
 
 def broadcast_in_place(
@@ -160,7 +178,8 @@ def detach_control(number: int) -> None:
 
 def refuse_tangents(tensors: list[torch.Tensor]) -> None:
     """Raise ArgumentError for tensors with tangents, which torch would drop."""
-    if torch.compiler.is_compiling():
+    # Outside of `dual_level` there are none. The name is private to torch; without it, every tensor is looked at.
+    if getattr(forward_ad, "_current_level", 0) < 0 or torch.compiler.is_compiling():
         return
     for tensor in tensors:
         if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
@@ -197,6 +216,7 @@ def _(tensors: list[torch.Tensor], root: int, name: str, labels: str, timeout: f
 
 
 @torch.library.register_fake("dl_comm::average")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("dl_comm::average_no_grad")  # type: ignore[untyped-decorator]
 def _(
     tensors: list[torch.Tensor], team: int, name: str, labels: str, towers: int, timeout: float
 ) -> list[torch.Tensor]:
