@@ -56,6 +56,12 @@ fn two_ranks_three_chunks() {
     explore(Some(3), || averages(2, 3));
 }
 
+/// More chunks than slots.
+#[test]
+fn two_ranks_six_chunks() {
+    explore(Some(2), || averages(2, 6));
+}
+
 #[test]
 fn three_ranks_two_chunks() {
     explore(Some(1), || averages(3, 2));
@@ -123,6 +129,13 @@ fn calls(preemptions: usize, chunks: &'static [usize]) {
 #[test]
 fn small_and_long_calls_mix() {
     calls(2, &[1, 2, 1, 1]);
+}
+
+/// Long calls and small ones, which alternate between two slots, take each other's slots.
+#[test]
+fn long_calls_take_the_slots_of_small_ones() {
+    calls(2, &[1, 1, 1, 4]);
+    calls(2, &[1, 1, 4, 1, 1]);
 }
 
 /// After enough small calls, the flags that they do not raise would look ahead; a long call then waits for these flags.

@@ -21,7 +21,7 @@ use crate::topology::Topology;
 use crate::transport::arena::DirectCopies;
 use crate::transport::spin::Waiter;
 use crate::transport::step::{REFRESH, START, reached};
-use crate::transport::{HostLink, NetworkModel, Phase, ShmChannel, SlotContent, WaitContext};
+use crate::transport::{HostLink, NetworkModel, Phase, SMALL_WINDOW, ShmChannel, SlotContent, WaitContext};
 
 /// Shorter chunks always have the same place in a slot, so that this memory stays in the nearest caches.
 const MIN_PLACED_BYTES: usize = 8 << 10;
@@ -38,6 +38,8 @@ pub struct Channel {
     pub(super) freed_seq: u32,
     /// This rank has unpacked this round, but may not have raised its flag for it.
     pub(super) unpacked_seq: u32,
+    /// The last round, if it was that of a small call.
+    small_seq: Option<u32>,
     /// This rank has raised all its flags for this round or a later one.
     refreshed: u32,
     /// Between hosts: what this rank's slot could hold; once all ranks of the host have packed the first chunk, what those
@@ -109,6 +111,7 @@ impl Channel {
             seq: START,
             freed_seq: START,
             unpacked_seq: START,
+            small_seq: None,
             refreshed: START,
             offer: SlotContent::Data,
             plan: Plan::default(),
@@ -230,8 +233,8 @@ impl Channel {
     pub(super) fn try_begin_round(&mut self, wait_ctx: &WaitContext<'_>) -> Option<u32> {
         self.post_unpacked(wait_ctx);
         let seq = self.seq.wrapping_add(1);
-        if !self.is_free(seq) {
-            let before = self.slot_freed_by(seq);
+        let before = self.slot_freed_by(seq);
+        if !reached(self.freed_seq, before) {
             if !self.shm.all_reached(Phase::Unpacked, before, self.topology.local_size()) {
                 return None;
             }
@@ -259,25 +262,45 @@ impl Channel {
         }
     }
 
-    pub(super) fn next_seq(&mut self, wait_ctx: &WaitContext<'_>) -> Result<u32> {
+    fn next_seq(&mut self, wait_ctx: &WaitContext<'_>) -> Result<u32> {
         let seq = self.seq.wrapping_add(1);
-        if !self.is_free(seq) {
-            let before = self.slot_freed_by(seq);
-            self.shm.wait(Phase::Unpacked, before, self.topology.local_size(), wait_ctx)?;
-            self.freed_seq = before;
-        }
-        self.seq = seq;
+        self.wait_until_freed(self.slot_freed_by(seq), wait_ctx)?;
+        (self.seq, self.small_seq) = (seq, None);
         Ok(seq)
     }
 
-    /// Whether all ranks have finished with the slot of round `seq`.
-    pub(super) fn is_free(&self, seq: u32) -> bool {
-        reached(self.freed_seq, self.slot_freed_by(seq))
+    /// Waits until all ranks have unpacked round `before`.
+    fn wait_until_freed(&mut self, before: u32, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        if !reached(self.freed_seq, before) {
+            self.shm.wait(Phase::Unpacked, before, self.topology.local_size(), wait_ctx)?;
+            self.freed_seq = before;
+        }
+        Ok(())
     }
 
-    /// The last round that used the slot of round `seq`.
+    /// The last round that used the slot of round `seq`. Small rounds have used it too, but not the last one, whose number
+    /// differs in the last bit, and all ranks have finished those before it when they post the first round of a call,
+    /// which ends before the second begins.
     pub(super) fn slot_freed_by(&self, seq: u32) -> u32 {
         seq.wrapping_sub(self.shm.window())
+    }
+
+    /// The number of the next round, for a small call; waits until its slot is free.
+    pub(super) fn begin_small_round(&mut self, wait_ctx: &WaitContext<'_>) -> Result<u32> {
+        let seq = self.seq.wrapping_add(1);
+        self.wait_until_freed(seq.wrapping_sub(SMALL_WINDOW), wait_ctx)?;
+        (self.seq, self.small_seq) = (seq, Some(seq));
+        Ok(seq)
+    }
+
+    /// As `begin_small_round`, without waiting: `None` if the slot is not free.
+    pub(super) fn try_begin_small_round(&mut self) -> Option<u32> {
+        let seq = self.seq.wrapping_add(1);
+        if !reached(self.freed_seq, seq.wrapping_sub(SMALL_WINDOW)) {
+            return None;
+        }
+        (self.seq, self.small_seq) = (seq, Some(seq));
+        Some(seq)
     }
 
     /// Ends round `seq`: this rank has read its results.
@@ -290,6 +313,9 @@ impl Channel {
     /// turns in its places: a line that another rank has just read is still in that rank's cache, which makes writing it
     /// slow.
     pub(super) fn slots(&self, call: &Call, chunk: usize, seq: u32) -> &[*mut u8] {
+        if self.small_seq == Some(seq) {
+            return self.shm.small_slots(seq);
+        }
         let len = call.layout.chunk_len(chunk);
         if len < MIN_PLACED_BYTES || call.agrees_on_length() {
             return self.shm.slots(seq);

@@ -22,7 +22,7 @@ impl Channel {
     /// addition. That is faster than two more rounds of flags. No rank raises `Unpacked`; `begin_round` does if it is
     /// needed.
     pub(super) fn exchange(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
-        let seq = self.next_seq(wait_ctx)?;
+        let seq = self.begin_small_round(wait_ctx)?;
         let len = call.layout.chunk_len(0);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
         self.copy_in(call, 0, 0..0, seq);
@@ -36,12 +36,11 @@ impl Channel {
     pub fn try_post(&mut self, call: &Call) -> Option<PostedCall> {
         self.refresh();
         let kind = self.kind(call, call.layout.total());
-        let seq = self.seq.wrapping_add(1);
-        if !self.is_free(seq) || kind.is_some_and(|kind| self.path(kind) == CopyPath::Direct) {
+        if kind.is_some_and(|kind| self.path(kind) == CopyPath::Direct) {
             return None;
         }
+        let seq = self.try_begin_small_round()?;
         self.start_timer(call, call.layout.total(), kind);
-        self.seq = seq;
         self.copy_in(call, 0, 0..0, seq);
         Some(self.post(call, seq))
     }
@@ -50,7 +49,7 @@ impl Channel {
     fn post(&mut self, call: &Call, seq: u32) -> PostedCall {
         self.post_path_note(seq);
         self.shm.post_signature(seq, call.signature, SlotContent::Data);
-        PostedCall { seq, all_posted: self.shm.post_and_spin(Phase::Packed, seq) }
+        PostedCall { seq, all_posted: self.shm.post_and_spin(seq) }
     }
 
     /// Completes a posted call once all ranks have posted; false, with nothing written, if the calls differ.

@@ -12,10 +12,12 @@ use crate::wire_layout::ALIGN;
 pub(super) const FAILURE_TEXT: usize = if cfg!(loom) { 4 } else { 2048 };
 
 /// Rounds of a channel that may overlap, and so the number of slots of a rank, on one host: one is packed while another
-/// is unpacked.
-pub const HOST_WINDOW: usize = 2;
+/// is reduced and a third is unpacked.
+pub const HOST_WINDOW: usize = 4;
 /// The same between hosts: so many chunks of a call are under way.
 pub const NETWORK_WINDOW: usize = if cfg!(loom) { 4 } else { 8 };
+/// The same of small calls.
+pub const SMALL_WINDOW: u32 = 2;
 /// The largest window. Windows are powers of two: the numbers of rounds wrap.
 pub const MAX_WINDOW: usize = NETWORK_WINDOW;
 
@@ -98,7 +100,7 @@ impl RegionLayout {
 #[derive(Default)]
 pub(super) struct RankFlags {
     /// By turn of the round. On one host the flag and all turns are in one cache line.
-    pub packed: CacheLine<[CallHeader; MAX_WINDOW]>,
+    pub packed: CacheLine<[CallHeaders; MAX_WINDOW / HOST_WINDOW]>,
     /// Whether the shard owner found all signatures equal, by turn of the round.
     pub reduced: CacheLine<[AtomicU32; MAX_WINDOW]>,
     pub unpacked: CacheLine<RankState>,
@@ -132,17 +134,18 @@ impl RankFlags {
     }
 }
 
-/// The payload of `Packed`.
+/// The payload of `Packed`, for as many turns as share a cache line with the flag.
 #[repr(C)]
 #[derive(Default)]
-pub(super) struct CallHeader {
-    /// The signature of the call.
-    pub signature: AtomicU64,
-    /// What the slot holds ([`super::shm_region::SlotContent`]).
-    pub content: AtomicU32,
-    /// For the choice of a path, in calls that have one ([`super::shm_region::PathNote`]).
-    pub path_note: AtomicU32,
+pub(super) struct CallHeaders {
+    /// The signatures of the calls.
+    pub signatures: [AtomicU64; HOST_WINDOW],
+    /// What the slots hold ([`super::shm_region::SlotContent`]), and above that what the choice of a path needs, in calls
+    /// that have one ([`super::shm_region::PathNote`]).
+    pub notes: [AtomicU32; HOST_WINDOW],
 }
+
+const _: () = assert!(cfg!(loom) || size_of::<Flag>() + size_of::<CallHeaders>() <= 64, "see `RankFlags::packed`");
 
 /// The fields that exist once per region.
 #[repr(C, align(64))]
