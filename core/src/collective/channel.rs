@@ -278,9 +278,9 @@ impl Channel {
         Ok(())
     }
 
-    /// The last round that used the slot of round `seq`. Small rounds have used it too, but not the last one, whose number
-    /// differs in the last bit, and all ranks have finished those before it when they post the first round of a call,
-    /// which ends before the second begins.
+    /// The last round that used the slot of round `seq`, apart from small ones. These need no wait: all ranks have posted
+    /// the last small round, so they have finished those before it; the round after it uses another slot, since the last
+    /// bits differ; and this round, the first of its call, ends before the second begins.
     pub(super) fn slot_freed_by(&self, seq: u32) -> u32 {
         seq.wrapping_sub(self.shm.window())
     }
