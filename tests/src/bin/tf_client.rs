@@ -68,7 +68,7 @@ fn placeholder(graph: *mut TF_Graph, label: &str, dtype: TF_DataType) -> TF_Outp
 
 fn gradients(graph: *mut TF_Graph, inputs: &[TF_Output]) -> *mut TF_Operation {
     let status = Status::new();
-    let settings = "0 1 0 0 1 -1\0tf_client\0";
+    let settings = "0 1 0 0 1 0 -1\0tf_client\0";
     // SAFETY: as above.
     let op = unsafe {
         let op = TF_NewOperation(graph, name("DlCommGradients").as_ptr(), name("gradients").as_ptr());
