@@ -67,14 +67,14 @@ from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 from dl_comm.tensorflow import _ops
 
 _ops.library()
-for op in ("DlCommGradients", "DlCommBroadcast", "DlCommCoreId", "DlCommCollective", "DlCommGroup"):
+collectives = ("DlCommCollective", "DlCommBlockCollective")
+for op in ("DlCommGradients", "DlCommBroadcast", "DlCommCoreId", "DlCommGroup", *collectives):
     kernels = {kernel.device_type: kernel for kernel in get_registered_kernels_for_op(op).kernel}
     assert set(kernels) == {"CPU", "GPU"}, (op, kernels)
     # One list has all types, and none of its tensors has to come to the host.
     assert not kernels["GPU"].constraint, kernels["GPU"]
-    expected = {"DlCommCoreId": ["core_id"], "DlCommGroup": ["rank", "size"]}.get(op, [])
-    assert list(kernels["GPU"].host_memory_arg) == expected, kernels["GPU"]
-assert [kernel.device_type for kernel in get_registered_kernels_for_op("DlCommBlockCollective").kernel] == ["CPU"]
+    on_host = {"DlCommCoreId": ["core_id"], "DlCommGroup": ["rank", "size"], "DlCommBlockCollective": ["counts"]}
+    assert list(kernels["GPU"].host_memory_arg) == on_host.get(op, []), kernels["GPU"]
 print("fine")
 """
 
@@ -109,7 +109,7 @@ def collectives():
         return [tensor.op.device for tensor in [*made, dt.all_gather(x), dt.reduce_scatter(x)]]
 
 host = "/device:CPU:0"
-assert collectives() == (["", ""] if built_with == "cuda" else [host] * 2) + [host] * 4, collectives()
+assert collectives() == (["", "", "", host, "", ""] if built_with == "cuda" else [host] * 6), collectives()
 assert places() == (["", "", host, ""] if built_with == "cuda" else [host] * 4), places()
 mc.config_team(0, 0, 2, 10, 0, 0)  # 8 of 10 calls do not block
 assert places() == ([host, "", host, ""] if built_with == "cuda" else [host] * 4), places()
@@ -141,7 +141,7 @@ flag = sys.argv[1]
 
 x = tf.placeholder(tf.float32, [1000])
 # A session may start them in any order: they are all the same call.
-means = [_ops.run("dl_comm_gradients", [x], _ops.settings("same", "", 0, 1, 0, 0, 1, -1))[0] for _ in range(64)]
+means = [_ops.run("dl_comm_gradients", [x], _ops.settings("same", "", 0, 1, 0, 0, 1, 0, -1))[0] for _ in range(64)]
 late = x
 for _ in range(200):
     late = tf.identity(late)
