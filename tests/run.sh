@@ -31,6 +31,8 @@ export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS
 export DL_COMM_TEST_EVERYTHING=1
 # A cache of this checkout, so that its op libraries are built anew.
 export DL_COMM_CACHE="$PWD/build/cache"
+# glibc overwrites memory that is freed, so that a read of it fails every time.
+export MALLOC_PERTURB_=165
 
 step "format and lint: Rust"
 cargo fmt --all --check

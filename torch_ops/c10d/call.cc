@@ -145,6 +145,7 @@ void Call::add_buffer(const at::Tensor& src, const at::Tensor& dst, const at::Te
     throw_invalid(c10::str("input and output have different types: ", src.scalar_type(), " and ", dst.scalar_type()));
   keep(src);
   if (!dst.is_same(src)) keep(dst);
+  if (!of.is_same(src) && !of.is_same(dst)) blocks_.push_back(of);
   auto type = element_type(of.scalar_type());
   if (!type) {
     if (!moves_)

@@ -41,7 +41,7 @@ class Call {
   void set_reduce(const ::c10d::ReduceOp& op, at::ScalarType type);
 
   // Adds a tensor: reads blocks from `src` and writes blocks to `dst`, which may be undefined where this rank reads or
-  // writes nothing. `block` has the shape of one block, by which the ranks' calls are compared.
+  // writes nothing. `block` has the shape of one block, by which the ranks' calls are compared; it may be a temporary.
   void add(const at::Tensor& src, const at::Tensor& dst, const at::Tensor& block);
 
   // As above for blocks of `length` elements whose shapes need not be equal.
@@ -81,6 +81,8 @@ class Call {
   int reduce_ = DL_COMM_SUM;
   double prescale_ = 1;
   std::string name_;
+  // Hold the shapes that `buffers` point to.
+  std::vector<at::Tensor> blocks_;
   at::Device device_ = at::kCPU;
   bool has_device_ = false;
 };
