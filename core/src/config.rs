@@ -27,8 +27,8 @@ pub struct Config {
     pub stall_warn: Option<Duration>,
     /// `DL_COMM_MATCH_TIMEOUT_S`: how long an unmatched call waits for its counterparts.
     pub match_timeout: Duration,
-    /// `DL_COMM_CHUNK_KB`, in bytes: the chunk size of one thread.
-    pub chunk_bytes: usize,
+    /// `DL_COMM_CHUNK_KB`, in bytes: the chunk size of one thread; `None`: by the number of ranks of a host.
+    pub chunk_bytes: Option<usize>,
     /// `DL_COMM_ALGORITHM`: the allreduce algorithm between hosts.
     pub algorithm: AlgorithmSetting,
     /// `DL_COMM_AFFINITY`: CPUs of group threads.
@@ -147,7 +147,7 @@ impl Default for Config {
             timeout: Some(Duration::from_secs(300)),
             stall_warn: Some(Duration::from_secs(60)),
             match_timeout: Duration::from_secs(30),
-            chunk_bytes: 512 << 10,
+            chunk_bytes: None,
             algorithm: AlgorithmSetting::Auto,
             affinity: Affinity::None,
             cooldown: Cooldown::After,
@@ -203,7 +203,10 @@ impl Config {
             timeout: seconds("DL_COMM_TIMEOUT_S", defaults.timeout)?,
             stall_warn: seconds("DL_COMM_STALL_WARN_S", defaults.stall_warn)?,
             match_timeout: seconds("DL_COMM_MATCH_TIMEOUT_S", Some(defaults.match_timeout))?.unwrap_or_default(),
-            chunk_bytes: integer("DL_COMM_CHUNK_KB", 4, 1 << 18, defaults.chunk_bytes >> 10)? << 10,
+            chunk_bytes: match get("DL_COMM_CHUNK_KB") {
+                None => None,
+                Some(_) => Some(integer("DL_COMM_CHUNK_KB", 4, 1 << 18, 0)? << 10),
+            },
             algorithm: get("DL_COMM_ALGORITHM")
                 .map_or(Ok(defaults.algorithm), |name| AlgorithmSetting::parse(&name))
                 .map_err(of("DL_COMM_ALGORITHM"))?,
@@ -258,7 +261,7 @@ mod tests {
         assert_eq!(with("DL_COMM_TIMEOUT_S", "0.5").unwrap().timeout, Some(Duration::from_millis(500)));
         assert_eq!(with("DL_COMM_DEFAULT_NTHREADS", "5").unwrap().default_nthreads, 5);
         assert_eq!(with("DL_COMM_LOCAL_RANK", "0").unwrap().local_rank, Some(0));
-        assert_eq!(with("DL_COMM_CHUNK_KB", "64").unwrap().chunk_bytes, 65536);
+        assert_eq!(with("DL_COMM_CHUNK_KB", "64").unwrap().chunk_bytes, Some(65536));
         assert_eq!(with("DL_COMM_COOLDOWN", "last").unwrap().cooldown, Cooldown::Last);
         assert_eq!(with("DL_COMM_ALGORITHM", "ring").unwrap().algorithm, AlgorithmSetting::Always(Algorithm::Ring));
         assert_eq!(with("DL_COMM_MATCH_TIMEOUT_S", "0").unwrap().match_timeout, Duration::ZERO);

@@ -13,8 +13,8 @@ pub struct GroupConfig {
     pub threads: usize,
     /// How long a thread without calls stays; `None`: until the group ends.
     pub idle_timeout: Option<Duration>,
-    /// Size of a slot in bytes, a multiple of [`crate::wire_layout::ALIGN`].
-    pub slot: usize,
+    /// Size of a slot in bytes, a multiple of [`crate::wire_layout::ALIGN`]; `None`: by the number of ranks of a host.
+    pub slot: Option<usize>,
     /// Whether floating-point sums are float64.
     pub acc_f64: bool,
     /// Algorithm between hosts.
@@ -32,12 +32,13 @@ pub struct GroupConfig {
 impl GroupConfig {
     /// All settings on which the ranks must agree, as text.
     pub fn agreement(&self) -> String {
+        let slot = self.slot.map_or("the default size".to_owned(), |bytes| format!("{bytes} bytes"));
         format!(
-            "{} threads, prec_level {}, slots of {} bytes, the algorithm {} between hosts, the path {} and \
+            "{} threads, prec_level {}, slots of {}, the algorithm {} between hosts, the path {} and \
              chunks of {} bytes for GPUs",
             self.threads,
             u8::from(self.acc_f64),
-            self.slot,
+            slot,
             self.algorithm.name(),
             self.device.path.name(),
             self.device.chunk

@@ -133,7 +133,7 @@ fn by_variable(config: &Config) -> Value {
         "DL_COMM_TIMEOUT_S": seconds(timeout),
         "DL_COMM_STALL_WARN_S": seconds(stall_warn),
         "DL_COMM_MATCH_TIMEOUT_S": match_within.as_secs_f64(),
-        "DL_COMM_CHUNK_KB": chunk_bytes >> 10,
+        "DL_COMM_CHUNK_KB": chunk_bytes.map(|bytes| bytes >> 10),
         "DL_COMM_ALGORITHM": algorithm.name(),
         "DL_COMM_AFFINITY": affinity,
         "DL_COMM_COOLDOWN": cooldown,
@@ -182,7 +182,7 @@ mod tests {
         let info = by_variable(&Config {
             timeout: None,
             stall_warn: Some(Duration::from_millis(500)),
-            chunk_bytes: 64 << 10,
+            chunk_bytes: Some(64 << 10),
             affinity: Affinity::List(vec![1, 3]),
             ..Config::default()
         });

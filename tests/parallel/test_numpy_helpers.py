@@ -203,7 +203,8 @@ def test_the_core_tells_of_ranks_teams_and_settings(rank: int, size: int) -> Non
     assert mine["shm_device"] == str(os.stat(description["settings"]["DL_COMM_SHM_DIR"]).st_dev)
     teams = {team["id"]: team for team in description["teams"]}
     assert {-1, 0, 1} <= teams.keys()
-    slot = description["settings"]["DL_COMM_CHUNK_KB"] << 10
+    assert description["settings"]["DL_COMM_CHUNK_KB"] is None
+    slot = (512 if size <= 2 or mc.num_hosts() > 1 else {3: 320, 4: 256}[size]) << 10
     shards = min(sum(place["host_index"] == host for place in description["ranks"]) for host in range(mc.num_hosts()))
     expected = {"id": 0, "threads": 2, "prec_level": 0, "slot_bytes": slot, "shards": shards, "gpu": None}
     assert teams[0] == expected

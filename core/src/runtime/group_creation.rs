@@ -18,6 +18,7 @@ use crate::group_config::GroupConfig;
 use crate::group_key::{GroupKey, GroupName, Members};
 use crate::lock::lock;
 use crate::plugin::Team;
+use crate::transport::MAX_DEFAULT_SLOT;
 use crate::wire_layout::ALIGN;
 
 /// Held while a team is created, so that all ranks create teams in the order of their calls.
@@ -140,9 +141,9 @@ fn make_group(
 
 /// The settings of a group in a job on `hosts` hosts.
 fn group_config(config: &Config, hosts: usize) -> GroupConfig {
-    let slot = config.chunk_bytes.next_multiple_of(ALIGN);
+    let slot = config.chunk_bytes.map(|bytes| bytes.next_multiple_of(ALIGN));
     // Between hosts a slice of a chunk is sent in messages of at most a slot.
-    let max_chunk = if hosts > 1 { slot } else { usize::MAX };
+    let max_chunk = if hosts > 1 { slot.unwrap_or(MAX_DEFAULT_SLOT) } else { usize::MAX };
     let chunk = config.device.chunk.min(max_chunk).next_multiple_of(ALIGN);
     GroupConfig {
         threads: config.default_nthreads,

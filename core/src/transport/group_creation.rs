@@ -14,7 +14,7 @@ use super::group_arenas::{GroupArenas, readable_processes};
 use super::group_memory::NewControl;
 use super::job::Job;
 use super::process::ProcessLiveness;
-use super::region_layout::window;
+use super::region_layout::{default_slot, window};
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, ShmRegion};
 use super::spin::MaxSpins;
 use super::wait_context::{WaitContext, with_limits};
@@ -126,7 +126,9 @@ impl Job {
         let Plan { key, members, topology, names, config } = *plan;
         let world = &self.ranks.topology;
         let window = window(topology.hosts());
-        let layout = RegionLayout { ranks: topology.local_size(), channels: config.threads, slot: config.slot, window };
+        let ranks = topology.local_size();
+        let slot = config.slot.unwrap_or_else(|| default_slot(topology.hosts(), ranks));
+        let layout = RegionLayout { ranks, channels: config.threads, slot, window };
         let made = ready.and_then(|()| self.make_shares(topology, members, layout, wait_ctx));
         let local = |&rank: &usize| world.local_rank_of(members.to_world(rank)).unwrap_or(0);
         let local_ranks: Vec<usize> = topology.local_ranks().iter().map(local).collect();
@@ -153,7 +155,7 @@ impl Job {
                 .with_departure(key.name().departure());
         let links = |channel: usize| {
             let first = share.first_link + channel * topology.num_shards();
-            self.links(topology, members, first, config.slot)
+            self.links(topology, members, first, slot)
         };
         Ok(GroupResources {
             key: key.clone(),

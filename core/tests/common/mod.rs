@@ -85,7 +85,7 @@ impl World {
         let settings = GroupConfig {
             threads: self.threads,
             idle_timeout: None,
-            slot: self.slot,
+            slot: Some(self.slot),
             acc_f64: self.acc_f64,
             algorithm: self.algorithm,
             timeout: Deadline { after: Some(self.timeout), ..Deadline::default() },
@@ -129,7 +129,7 @@ pub fn groups(hosts: &[usize], members: &[Vec<usize>], timeout: Duration) -> Vec
     let settings = GroupConfig {
         threads: 2,
         idle_timeout: Some(IDLE),
-        slot: 4096,
+        slot: Some(4096),
         acc_f64: false,
         algorithm: AlgorithmSetting::Auto,
         timeout: Deadline { after: Some(timeout), ..Deadline::default() },

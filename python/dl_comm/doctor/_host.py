@@ -31,9 +31,11 @@ def check(described: dict[str, Any], local_ranks: int) -> list[Check]:
 
 def segments_bytes(settings: dict[str, Any], local_ranks: int) -> int:
     """The shared memory that a job needs on a host: the control team and one team with the default threads."""
-    # Two slots for each thread and rank (eight between hosts), and the flags (core/src/transport/region_layout.rs).
-    per_rank = int(settings.get("DL_COMM_DEFAULT_NTHREADS", 2)) * 2 * (int(settings.get("DL_COMM_CHUNK_KB", 512)) << 10)
-    return 2 * (max(local_ranks, 2) * per_rank + (64 << 10))
+    # For each thread and rank four slots, as on one host, and the flags (core/src/transport/region_layout.rs).
+    ranks, threads = max(local_ranks, 2), int(settings.get("DL_COMM_DEFAULT_NTHREADS", 2))
+    chunk = settings.get("DL_COMM_CHUNK_KB")
+    slots = max(4 << 20, ranks * (512 << 10)) if chunk is None else ranks * 4 * (int(chunk) << 10)
+    return 2 * (threads * slots + (64 << 10))
 
 
 def _shared_memory(name: str, folder: Path, needed: int, need: str = "the control team and one more") -> Check:
