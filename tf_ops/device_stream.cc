@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "tensorflow/core/framework/device_base.h"
+#include "tensorflow/core/public/version.h"
 #include "xla/stream_executor/stream.h"
 
 namespace dl_comm {
@@ -17,6 +18,14 @@ stream_executor::Stream* stream_of(tensorflow::OpKernelContext* context) {
   return info != nullptr ? info->stream : nullptr;
 }
 
+#if TF_MAJOR_VERSION == 2 && TF_MINOR_VERSION < 17
+absl::Status fill(stream_executor::Stream& stream, void* memory, std::size_t bytes) {
+  stream_executor::DeviceMemoryBase area(memory, bytes);
+  stream.ThenMemZero(&area, bytes);
+  if (!stream.ok()) return absl::InternalError("dl_comm error -9: the device's compute stream has failed");
+  return absl::OkStatus();
+}
+#else
 // `Area` is the type of a device address, of which the name depends on TensorFlow's version.
 template <class Area>
 absl::Status fill(stream_executor::Stream& stream, absl::Status (stream_executor::Stream::*mem_zero)(Area*, uint64_t),
@@ -25,13 +34,18 @@ absl::Status fill(stream_executor::Stream& stream, absl::Status (stream_executor
   return (stream.*mem_zero)(&area, bytes);
 }
 
+absl::Status fill(stream_executor::Stream& stream, void* memory, std::size_t bytes) {
+  return fill(stream, &stream_executor::Stream::MemZero, memory, bytes);
+}
+#endif
+
 }  // namespace
 
 absl::Status fill_with_zeros_on_device(tensorflow::OpKernelContext* context, void* memory, std::size_t bytes) {
   if (bytes == 0) return absl::OkStatus();
   stream_executor::Stream* const stream = stream_of(context);
   if (stream == nullptr) return absl::InternalError("dl_comm error -9: the device has no compute stream");
-  return fill(*stream, &stream_executor::Stream::MemZero, memory, bytes);
+  return fill(*stream, memory, bytes);
 }
 
 absl::Status device_stream_of_kernel(tensorflow::OpKernelContext* context, DeviceStream& target) {
