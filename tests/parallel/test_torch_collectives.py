@@ -518,6 +518,9 @@ def test_an_allreduce_goes_through_a_span(rank: int, size: int, cartesian: bool 
         compiled = torch.compile(lambda t: cdl.allreduce(t) * 2, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(ones), 2 * size * ones)
         assert torch.equal(compiled(x), 2 * total * ones)
+        for allreduce, expected in ((compiled, 2 * size), (lambda t: cdl.allreduce(t.half(), "mean"), 1)):
+            (gradient,) = torch.autograd.grad(allreduce(x).sum(), x)
+            assert torch.equal(gradient, expected * ones)
     dl_comm.pop_communicator()
 
 

@@ -5,7 +5,7 @@ Thread rule: any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,6 @@ from dl_comm._hierarchy import Levels
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import device_of, refuse_gradients, tensors_of
 
-Tensors = tuple[torch.Tensor, ...]
-Allreduce = Callable[[Tensors], Tensors]
 Step = tuple[int, tuple[int, int, int], str, float, float]
 """A collective of dl_comm.h with root 0, the place of its group, operator and factors."""
 
@@ -58,15 +56,19 @@ def allreduce_by_levels(
     steps: Sequence[Step], tensors: list[torch.Tensor], out: Any, op: str, name: str, timeout: float
 ) -> Any:
     """Run the steps; return new tensors, or `out`. Sums and means without `out` are differentiable."""
+    differentiable = out is None and _ops.learns(tensors)
 
-    def allreduce(values: Tensors) -> Tensors:
+    def allreduce() -> list[torch.Tensor]:
         # The sums of the steps need the range of the sums within a call.
-        results = [value.float() if value.dtype in _HALVES else value for value in values]
+        results = [tensor.float() if tensor.dtype in _HALVES else tensor for tensor in tensors]
         for step in steps:
             found = _run(step, results, name, timeout)
             if step[0] != _REDUCE or step[1][1] == 0:
                 results = found
-        return tuple(result.to(value.dtype) for result, value in zip(results, values, strict=True))
+            elif differentiable:
+                # A rank that is not the root gets empty tensors; they connect the graph.
+                results = [y.sum().to(x.dtype).expand_as(x) for x, y in zip(results, found, strict=True)]
+        return [result.to(tensor.dtype) for result, tensor in zip(results, tensors, strict=True)]
 
     if out is not None:
         refuse_gradients(tensors, "a call with out")
@@ -74,14 +76,12 @@ def allreduce_by_levels(
         if [(y.shape, y.dtype) for y in given] != [(x.shape, x.dtype) for x in tensors]:
             raise ArgumentError("out has other shapes or types than the tensors")
         with torch.no_grad():
-            for result, value in zip(given, allreduce(tuple(tensors)), strict=True):
+            for result, value in zip(given, allreduce(), strict=True):
                 result.copy_(value)
         return out
-    if not _ops.learns(tensors):
-        return list(allreduce(tuple(tensors)))
-    if op not in ("sum", "mean"):
+    if differentiable and op not in ("sum", "mean"):
         raise ArgumentError(f"allreduce with op={op!r} through several levels has no gradient; set it to 'flat'")
-    return list(_Differentiable.apply(allreduce, *tensors))
+    return allreduce()
 
 
 def _run(step: Step, tensors: list[torch.Tensor], name: str, timeout: float) -> list[torch.Tensor]:
@@ -91,24 +91,3 @@ def _run(step: Step, tensors: list[torch.Tensor], name: str, timeout: float) -> 
     if collective == _ALLREDUCE:
         return list(_ops.call(_ops.ops.allreduce.default, tensors, *place, op, before, after, name, timeout))
     return list(_ops.call(_ops.ops.reduce.default, tensors, *place, op, before, after, 0, name, timeout))
-
-
-class _Differentiable(torch.autograd.Function):
-    """A sum or mean. Its gradient is the same operation on the gradients."""
-
-    @staticmethod
-    def forward(allreduce: Allreduce, *tensors: torch.Tensor) -> Tensors:
-        return allreduce(tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.allreduce = inputs[0]
-        ctx.indices = [i for i, y in enumerate(output) if y.is_floating_point() or y.is_complex()]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        found: list[Any] = [None] * len(gradients)
-        given = [gradients[i] for i in ctx.indices]
-        for i, gradient in zip(ctx.indices, _Differentiable.apply(ctx.allreduce, *given), strict=True):
-            found[i] = gradient
-        return (None, *found)
