@@ -65,14 +65,20 @@ impl Flag {
     }
 
     /// Checks up to `spins + 1` times whether the counter has reached `target`, and calls `between` between the checks.
+    /// Yields after an eighth of the checks, and at least after every 64: a rank that shares the processor then runs. A
+    /// wake from a sleep takes longer.
     #[inline]
     pub fn spin(&self, target: u32, spins: u32, between: impl Fn()) -> bool {
-        for spin in 0..spins {
+        let interval = (spins / 8).clamp(1, 64);
+        let mut until_yield = interval;
+        for _ in 0..spins {
             if self.reached(target) {
                 return true;
             }
             between();
-            if spin % 64 == 63 {
+            until_yield -= 1;
+            if until_yield == 0 {
+                until_yield = interval;
                 thread::yield_now();
             } else {
                 hint::spin_loop();
