@@ -65,20 +65,15 @@ impl Flag {
     }
 
     /// Checks up to `spins + 1` times whether the counter has reached `target`, and calls `between` between the checks.
-    /// Yields after an eighth of the checks, and at least after every 64: a rank that shares the processor then runs. A
-    /// wake from a sleep takes longer.
+    /// Yields after every `interval` checks, a power of two.
     #[inline]
-    pub fn spin(&self, target: u32, spins: u32, between: impl Fn()) -> bool {
-        let interval = (spins / 8).clamp(1, 64);
-        let mut until_yield = interval;
-        for _ in 0..spins {
+    pub fn spin(&self, target: u32, spins: u32, interval: u32, between: impl Fn()) -> bool {
+        for spin in 0..spins {
             if self.reached(target) {
                 return true;
             }
             between();
-            until_yield -= 1;
-            if until_yield == 0 {
-                until_yield = interval;
+            if spin & (interval - 1) == interval - 1 {
                 thread::yield_now();
             } else {
                 hint::spin_loop();

@@ -149,10 +149,16 @@ impl Job {
         let processes = Arc::clone(&self.ranks.local_processes);
         let liveness = Box::new(MemberLiveness { processes, local_ranks: local_ranks.clone() });
         let arenas = GroupArenas::new(Arc::clone(self.groups.arenas()), local_ranks, readable);
-        let region =
-            ShmRegion::new(memory, layout, topology.local_rank(), peers, liveness, MaxSpins::new(cpus_per_rank))?
-                .with_peer_memory(Some(Arc::new(arenas) as Arc<dyn PeerMemory>))
-                .with_departure(key.name().departure());
+        let region = ShmRegion::new(
+            memory,
+            layout,
+            topology.local_rank(),
+            peers,
+            liveness,
+            MaxSpins::with_yields(cpus_per_rank),
+        )?
+        .with_peer_memory(Some(Arc::new(arenas) as Arc<dyn PeerMemory>))
+        .with_departure(key.name().departure());
         let links = |channel: usize| {
             let first = share.first_link + channel * topology.num_shards();
             self.links(topology, members, first, slot)

@@ -408,7 +408,7 @@ impl ShmChannel {
 
     /// Spins until `flag` reaches `step` or the spins are used up; see [`Flag::spin`].
     fn spin(&self, flag: &Flag, step: u32, between: impl Fn()) -> bool {
-        flag.spin(step, self.spins.get(self.waiter.get()), between)
+        flag.spin(step, self.spins.get(self.waiter.get()), self.spins.yield_interval(), between)
     }
 
     /// The number of rounds that may overlap.

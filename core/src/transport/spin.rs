@@ -32,17 +32,35 @@ impl Waiter {
 pub struct MaxSpins {
     caller: u32,
     thread: u32,
+    /// The checks between two yields, for waits that yield: a power of two.
+    yield_interval: u32,
 }
+
+/// For waiters with a processor of their own.
+const YIELD_INTERVAL: u32 = 64;
+/// If ranks share processors, the awaited one often waits for that of the waiter.
+const YIELD_INTERVAL_SHARED_CPUS: u32 = 8;
 
 impl MaxSpins {
     /// For ranks with so many CPUs each; few if ranks share CPUs.
     pub fn new(cpus_per_rank: usize) -> MaxSpins {
-        if cpus_per_rank > 0 { MaxSpins { caller: 40_000, thread: 2000 } } else { MaxSpins::equal(MIN_SPINS) }
+        match cpus_per_rank {
+            0 => MaxSpins::equal(MIN_SPINS),
+            _ => MaxSpins { caller: 40_000, thread: 2000, yield_interval: YIELD_INTERVAL },
+        }
+    }
+
+    /// As `new`, for waits that yield: these take the processor from nobody.
+    pub fn with_yields(cpus_per_rank: usize) -> MaxSpins {
+        match cpus_per_rank {
+            0 => MaxSpins { caller: 4000, thread: 512, yield_interval: YIELD_INTERVAL_SHARED_CPUS },
+            _ => MaxSpins::new(cpus_per_rank),
+        }
     }
 
     /// The same for every waiter.
     pub const fn equal(spins: u32) -> MaxSpins {
-        MaxSpins { caller: spins, thread: spins }
+        MaxSpins { caller: spins, thread: spins, yield_interval: YIELD_INTERVAL }
     }
 
     fn of(self, waiter: Waiter) -> u32 {
@@ -74,6 +92,11 @@ impl Spins {
         self.current(waiter).load(Ordering::Relaxed)
     }
 
+    /// The checks between two yields, for waits that yield.
+    pub fn yield_interval(&self) -> u32 {
+        self.max.yield_interval
+    }
+
     /// Whether waits may spin for long.
     pub fn is_long(&self) -> bool {
         self.max.thread > MIN_SPINS
@@ -101,7 +124,7 @@ mod tests {
     #[test]
     fn spins_adapt_to_the_waits_of_each_waiter() {
         let (short, long) = (Duration::from_micros(1), Duration::from_secs(1));
-        for (max, min) in [(MaxSpins { caller: 5000, thread: 2000 }, MIN_SPINS), (MaxSpins::equal(10), 10)] {
+        for (max, min) in [(MaxSpins { caller: 5000, ..MaxSpins::equal(2000) }, MIN_SPINS), (MaxSpins::equal(10), 10)] {
             let spins = Spins::new(max);
             for (waiter, other) in [(Waiter::Caller, Waiter::Thread), (Waiter::Thread, Waiter::Caller)] {
                 assert_eq!(spins.get(waiter), max.of(waiter));
@@ -115,7 +138,7 @@ mod tests {
 
     #[test]
     fn a_caller_spins_through_waits_after_which_a_thread_sleeps() {
-        let spins = Spins::new(MaxSpins { caller: 1000, thread: 1000 });
+        let spins = Spins::new(MaxSpins::equal(1000));
         for waiter in [Waiter::Caller, Waiter::Thread] {
             spins.adapt(waiter, Duration::from_micros(200));
         }
