@@ -148,15 +148,15 @@ def _linear(collective: str, op: str, size: int, pre: float, post: float) -> flo
     return pre * post
 
 
-def _spread(tensors: Tensors, shapes: Shapes, place: Place, root: int) -> Tensors:
+def spread(tensors: Tensors, shapes: Shapes, place: Place, root: int) -> Tensors:
     """On a rank that is not the root: tensors of these shapes without values of their own, connected to `tensors`."""
     if place[1] == root:
         return tensors
-    return [tensor.sum().expand(tuple(shape)) for tensor, shape in zip(tensors, shapes, strict=True)]
+    return [tensor.sum(dtype=tensor.dtype).expand(tuple(shape)) for tensor, shape in zip(tensors, shapes, strict=True)]
 
 
 def _broadcast(ctx: Any, grads: Tensors, shapes: Shapes, place: Place, root: int, name: str, timeout: float) -> Tensors:
-    return _spread(call(_ops.reduce, grads, *place, "sum", 1.0, 1.0, root, name, timeout), shapes, place, root)
+    return spread(call(_ops.reduce, grads, *place, "sum", 1.0, 1.0, root, name, timeout), shapes, place, root)
 
 
 def _reduce(
@@ -172,7 +172,7 @@ def _reduce(
     timeout: float,
 ) -> Tensors:
     factor = _linear("reduce", op, place[2], pre, post)
-    return _scaled(call(_ops.broadcast, _spread(grads, shapes, place, root), *place, root, name, timeout), factor)
+    return _scaled(call(_ops.broadcast, spread(grads, shapes, place, root), *place, root, name, timeout), factor)
 
 
 def _all_gather(
@@ -188,14 +188,14 @@ def _gather(
     size = place[2]
     blocks = [tuple(shape) or (1,) for shape in shapes]
     joined = [(sum(counts) if counts else size * block[0], *block[1:]) for block in blocks]
-    found = call(_ops.scatter, _spread(grads, joined, place, root), *place, root, counts, name, timeout)
+    found = call(_ops.scatter, spread(grads, joined, place, root), *place, root, counts, name, timeout)
     return [each.reshape(tuple(shape)) for each, shape in zip(found, shapes, strict=True)]
 
 
 def _scatter(
     ctx: Any, grads: Tensors, shapes: Shapes, place: Place, root: int, counts: list[int], name: str, timeout: float
 ) -> Tensors:
-    return _spread(call(_ops.gather, grads, *place, root, counts, name, timeout), shapes, place, root)
+    return spread(call(_ops.gather, grads, *place, root, counts, name, timeout), shapes, place, root)
 
 
 def _reduce_scatter(

@@ -15,6 +15,7 @@ from dl_comm._arguments import OPERATORS, SCALED_SUM, operator_code
 from dl_comm._hierarchy import Levels
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import device_of, refuse_gradients, tensors_of
+from dl_comm.torch._autograd import spread
 
 Step = tuple[int, tuple[int, int, int], str, float, float]
 """A collective of dl_comm.h with root 0, the place of its group, operator and factors."""
@@ -67,7 +68,7 @@ def allreduce_by_levels(
                 results = found
             elif differentiable:
                 # A rank that is not the root gets empty tensors; they connect the graph.
-                results = [y.sum().to(x.dtype).expand_as(x) for x, y in zip(results, found, strict=True)]
+                results = spread(found, [list(tensor.shape) for tensor in results], step[1], 0)
         return [result.to(tensor.dtype) for result, tensor in zip(results, tensors, strict=True)]
 
     if out is not None:
