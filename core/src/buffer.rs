@@ -149,6 +149,16 @@ impl Buffer {
         self.dst.wrapping_add(index * self.dtype.size())
     }
 
+    /// The address of byte `at` of the source, as for [`Buffer::source_at`].
+    pub fn source_byte(&self, at: usize) -> *const u8 {
+        self.src.wrapping_add(at)
+    }
+
+    /// The address of byte `at` of the destination, as for [`Buffer::source_at`].
+    pub fn destination_byte(&self, at: usize) -> *mut u8 {
+        self.dst.wrapping_add(at)
+    }
+
     /// The address of element `start` in the source.
     ///
     /// # Safety

@@ -334,13 +334,12 @@ impl Channel {
             // SAFETY: `begin_round` waited until all ranks had unpacked, so this rank owns its compartments.
             return unsafe { transfer::pack_blocks(call, &self.topology, chunk, slots) };
         }
-        let slot = slots[self.topology.local_rank()];
         // SAFETY: `begin_round` waited until this rank owns the slot; a chunk fits a slot.
         unsafe {
             if own.start > 0 {
-                transfer::pack_line(call, &self.topology, chunk, 0..own.start, slot);
+                transfer::pack_line(call, &self.topology, chunk, 0..own.start, slots);
             }
-            transfer::pack_line(call, &self.topology, chunk, own.end..call.layout.chunk_len(chunk), slot);
+            transfer::pack_line(call, &self.topology, chunk, own.end..call.layout.chunk_len(chunk), slots);
         }
     }
 

@@ -45,7 +45,7 @@ pub enum Root {
     Target,
 }
 
-/// The collectives, with their standard names.
+/// The collectives, with their standard names; codes ascend from 1.
 pub static TABLE: [Collective; 9] = [
     row("allreduce", 1, Pattern::Line, true, Root::None),
     row("broadcast", 2, Pattern::Line, false, Root::Source),
@@ -128,7 +128,7 @@ impl Op {
     /// # Errors
     /// [`Error::Invalid`] for an unknown code.
     pub fn from_code(code: i32, reduce: ReduceOp, root: usize) -> Result<Op> {
-        let row = TABLE.iter().position(|collective| collective.code == code);
+        let row = usize::try_from(code).ok().and_then(|code| code.checked_sub(1)).filter(|&row| row < TABLE.len());
         let row = row.ok_or_else(|| Error::Invalid(format!("no collective has the code {code}; see dl_comm.h")))?;
         let Collective { reduces, root: role, .. } = TABLE[row];
         let root = if role == Root::None { 0 } else { root };

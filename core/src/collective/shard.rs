@@ -27,10 +27,21 @@ impl ShardView<'_> {
         self.slots.iter().map(|slot| slot.wrapping_add(at).cast_const()).collect()
     }
 
-    /// As `sources`, with `own` for this rank's slot, built in place in `list`: moving them slows small messages.
+    /// As `sources`, with `own` for this rank's slot, in `list`.
     pub fn sources_with(&self, at: usize, own: *const u8, list: &mut PerRank<*const u8>) {
-        list.clear();
-        list.extend(self.slots.iter().map(|slot| slot.wrapping_add(at).cast_const()));
-        list[self.topology.local_rank()] = own;
+        fill_sources(self.slots, at, (self.topology.local_rank(), own), list);
     }
+}
+
+/// Makes `list` the addresses `at` bytes into all slots, by local rank, but `own.1` for that of rank `own.0`. In place:
+/// moving a list slows small calls.
+#[inline]
+pub(crate) fn fill_sources(slots: &[*mut u8], at: usize, own: (usize, *const u8), list: &mut PerRank<*const u8>) {
+    if list.len() != slots.len() {
+        list.resize(slots.len(), std::ptr::null());
+    }
+    for (source, slot) in list.iter_mut().zip(slots) {
+        *source = slot.wrapping_add(at);
+    }
+    list[own.0] = own.1;
 }

@@ -5,6 +5,7 @@
 use super::call::Call;
 use super::channel::{Channel, Plan};
 use super::copy_choice::CopyPath;
+use super::small_plan::SmallPlan;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
 use crate::transport::{Phase, SlotContent, WaitContext};
@@ -33,7 +34,7 @@ impl Channel {
 
     /// Starts a small call ([`Call::is_small`]) without blocking. `None`, without effect, if some rank has not finished
     /// the previous call, or if the call copies directly.
-    pub fn try_post(&mut self, call: &Call) -> Option<PostedCall> {
+    pub fn try_post(&mut self, call: &Call, plan: &SmallPlan) -> Option<PostedCall> {
         self.refresh();
         let kind = self.kind(call, call.layout.total());
         if kind.is_some_and(|kind| self.path(kind) == CopyPath::Direct) {
@@ -41,7 +42,8 @@ impl Channel {
         }
         let seq = self.try_begin_small_round()?;
         self.start_timer(call, call.layout.total(), kind);
-        self.copy_in(call, 0, 0..0, seq);
+        // SAFETY: this rank owns its slot of the round; the plan is that of a call like this one.
+        unsafe { plan.pack(call, self.shm.small_slots(seq)) };
         Some(self.post(call, seq))
     }
 
@@ -65,17 +67,28 @@ impl Channel {
             self.shm.wait(Phase::Packed, posted.seq, self.topology.local_size(), wait_ctx)?;
         }
         let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(0));
-        let agreed = self.reduce_posted(call, posted.seq);
+        let agreed = self.end_small_round(posted.seq);
+        if agreed {
+            self.take(call, 0, posted.seq);
+            self.end_timer();
+        }
         timer.end(Activity::Reduce);
         Ok(agreed)
     }
 
     /// As `finish_posted`, but also false, without waiting, if some rank has not posted.
-    pub fn try_finish_posted(&mut self, call: &Call, posted: &PostedCall) -> bool {
-        posted.all_posted && self.reduce_posted(call, posted.seq)
+    pub fn try_finish_posted(&mut self, call: &Call, plan: &mut SmallPlan, posted: &PostedCall) -> bool {
+        let agreed = posted.all_posted && self.end_small_round(posted.seq);
+        if agreed {
+            // SAFETY: all ranks have packed; the plan is that of a call like this one, which owns its tensors.
+            unsafe { plan.take(call, self.shm.small_slots(posted.seq)) };
+            self.end_timer();
+        }
+        agreed
     }
 
-    fn reduce_posted(&mut self, call: &Call, seq: u32) -> bool {
+    /// Ends round `seq` of a small call, which all ranks have posted; returns whether their calls are the same.
+    fn end_small_round(&mut self, seq: u32) -> bool {
         // A rank posts a call only after it has finished the previous one.
         self.freed_seq = seq.wrapping_sub(1);
         self.unpacked_seq = seq;
@@ -83,8 +96,6 @@ impl Channel {
         if agreed {
             debug_assert_eq!(self.shm.zero_copy_ranks(seq), 0, "the ranks disagree on the path");
             self.agree_on_path(seq);
-            self.take(call, 0, seq);
-            self.end_timer();
         } else {
             self.timer = None;
         }

@@ -336,7 +336,7 @@ impl ExecutorState {
     fn cache_call(&mut self, work: &Work) {
         let ExecutorState { worker, cached_calls, .. } = self;
         if work.call.is_repeatable() && work.call.is_small() {
-            cached_calls.keep(&work.call, || worker.shared.recorder.small_call_stats(&work.record));
+            cached_calls.keep(&worker.channel, &work.call, || worker.shared.recorder.small_call_stats(&work.record));
         }
     }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::call_summary::{SAMPLE_EVERY, SmallCallStats};
 use crate::buffer::View;
-use crate::collective::{Call, Channel, Op, PostedCall};
+use crate::collective::{Call, Channel, Op, PostedCall, SmallPlan};
 
 /// Maximum number of cached calls.
 const MAX_CACHED: usize = 8;
@@ -23,6 +23,7 @@ pub(super) fn is_sampled(matched: u64) -> bool {
 /// A small call, for reuse by calls like it.
 struct CachedCall {
     call: Call,
+    plan: SmallPlan,
     stats: Arc<SmallCallStats>,
 }
 
@@ -44,11 +45,12 @@ pub(super) enum SmallCall<'a> {
 
 impl CachedCalls {
     /// Caches `call`, which has completed.
-    pub fn keep(&mut self, call: &Call, stats: impl FnOnce() -> Arc<SmallCallStats>) {
+    pub fn keep(&mut self, channel: &Channel, call: &Call, stats: impl FnOnce() -> Arc<SmallCallStats>) {
         if self.calls.iter().any(|cached| cached.call.signature == call.signature) {
             return;
         }
-        let cached = CachedCall { call: call.clone(), stats: stats() };
+        let Some(plan) = channel.small_plan(call) else { return };
+        let cached = CachedCall { call: call.clone(), plan, stats: stats() };
         if self.calls.len() < MAX_CACHED {
             self.calls.push(cached);
         } else {
@@ -59,14 +61,14 @@ impl CachedCalls {
 
     /// Starts a call if a cached one matches and no rank is behind.
     pub fn start(&mut self, channel: &mut Channel, op: Op, name: &str, views: &[View<'_>]) -> Option<SmallCall<'_>> {
-        let cached = self.calls.iter_mut().find_map(|cached| {
+        let CachedCall { call, plan, stats } = self.calls.iter_mut().find_map(|cached| {
             let matches = cached.call.rebind_buffers(op, name, views);
             matches.then_some(cached)
         })?;
-        let posted = channel.try_post(&cached.call)?;
-        Some(match channel.try_finish_posted(&cached.call, &posted) {
-            true => SmallCall::Done(&cached.stats),
-            false => SmallCall::Pending(Box::new(cached.call.clone()), posted),
+        let posted = channel.try_post(call, plan)?;
+        Some(match channel.try_finish_posted(call, plan, &posted) {
+            true => SmallCall::Done(stats),
+            false => SmallCall::Pending(Box::new(call.clone()), posted),
         })
     }
 }

@@ -3,7 +3,7 @@
 use super::number::{Divisible, Float};
 
 /// The operation on an accumulator before it is rounded.
-pub(crate) trait Epilogue<A>: Copy {
+pub(crate) trait Epilogue<A>: Copy + Send + 'static {
     /// Applies the operation.
     fn apply(self, acc: A) -> A;
 }

@@ -40,7 +40,7 @@ macro_rules! untiled {
     ($($name:ty),*) => { $(impl TiledType for $name {})* };
 }
 untiled!(F16AccF64, BF16, BF16AccF64, BF16Pair, F32AccF64, I8, U8, I16, U16, I32, U32, I64, U64);
-impl<T: Copy + Default> TiledType for Plain<T> {}
+impl<T: Copy + Default + 'static> TiledType for Plain<T> {}
 
 impl TiledType for F16 {
     #[inline(always)]

@@ -17,6 +17,7 @@
 //! integer operations (`convert.rs`).
 
 pub(crate) mod adasum;
+mod bound;
 mod convert;
 mod epilogue;
 mod half_tiles;
@@ -39,6 +40,7 @@ pub(crate) mod types;
 use std::ptr;
 
 use crate::dtype::DType;
+pub use bound::BoundReduction;
 use epilogue::{Epilogue, Identity};
 use half_tiles::TiledType;
 pub use kernel::Kernel;
@@ -204,22 +206,42 @@ impl Visitor for Run<'_> {
         epilogue: E,
     ) {
         let Run { reduction, kernel, step, sources, outs, count } = *self;
-        let bytes = count * reduction.dtype.size();
-        let count = bytes / size_of::<S::Element>();
         // SAFETY: guaranteed by the caller of `run`.
-        unsafe {
-            if step == Step::Partial && S::PLAIN {
-                reduce::<S, In, AsElement, O, Identity>(kernel, sources, outs, count, operator, Identity);
-            } else if step == Step::Partial {
-                reduce::<S, In, AsAccumulator, O, Identity>(kernel, sources, outs, count, operator, Identity);
-            } else if !In::NATIVE && reduction.wire_is_acc {
-                reduce::<S, In, AsRoundedAccumulator, O, E>(kernel, sources, outs, count, operator, epilogue);
-            } else {
-                reduce::<S, In, AsElement, O, E>(kernel, sources, outs, count, operator, epilogue);
-                if S::IS_PAIR && !bytes.is_multiple_of(size_of::<S::Element>()) {
-                    let half = bytes - count * size_of::<S::Element>();
-                    reduce_half::<S, O, E>(kernel, sources, outs, bytes - half..bytes, operator, epilogue);
-                }
+        unsafe { run_kernel::<S, In, O, E>(reduction, kernel, step, sources, outs, count, operator, epilogue) };
+    }
+}
+
+/// Runs the kernel of `step` for these types.
+///
+/// # Safety
+/// As for [`Reduction::run`].
+#[inline(always)]
+#[allow(clippy::too_many_arguments)] // the arguments of a kernel
+unsafe fn run_kernel<S: TiledType, In: StorageFormat<S>, O: Operator<S::Acc>, E: Epilogue<S::Acc>>(
+    reduction: Reduction,
+    kernel: Kernel,
+    step: Step,
+    sources: &[*const u8],
+    outs: &[*mut u8],
+    count: usize,
+    operator: O,
+    epilogue: E,
+) {
+    let bytes = count * reduction.dtype.size();
+    let count = bytes / size_of::<S::Element>();
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        if step == Step::Partial && S::PLAIN {
+            reduce::<S, In, AsElement, O, Identity>(kernel, sources, outs, count, operator, Identity);
+        } else if step == Step::Partial {
+            reduce::<S, In, AsAccumulator, O, Identity>(kernel, sources, outs, count, operator, Identity);
+        } else if !In::NATIVE && reduction.wire_is_acc {
+            reduce::<S, In, AsRoundedAccumulator, O, E>(kernel, sources, outs, count, operator, epilogue);
+        } else {
+            reduce::<S, In, AsElement, O, E>(kernel, sources, outs, count, operator, epilogue);
+            if S::IS_PAIR && !bytes.is_multiple_of(size_of::<S::Element>()) {
+                let half = bytes - count * size_of::<S::Element>();
+                reduce_half::<S, O, E>(kernel, sources, outs, bytes - half..bytes, operator, epilogue);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The arithmetic of accumulators: sums, products, and division by the divisor of a mean.
 
 /// A type of sums and products.
-pub(crate) trait Number: Copy {
+pub(crate) trait Number: Copy + Send + 'static {
     /// Whether it is floating point.
     const FLOAT: bool;
     /// Whether it is float32.

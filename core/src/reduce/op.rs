@@ -111,6 +111,14 @@ macro_rules! operators {
                     $(ReduceOp::$op { .. } => $code,)*
                 }
             }
+
+            /// The operator with this code; factors are 1.
+            pub fn from_code(code: i32) -> Option<ReduceOp> {
+                match code {
+                    $($code => Some(ReduceOp::$op $({ $($field: 1.0),+ })?),)*
+                    _ => None,
+                }
+            }
         }
 
         impl Reduction {

@@ -4,7 +4,7 @@ use super::number::{Float, Number};
 use super::ordered::Ordered;
 
 /// Combines accumulators of type `A`.
-pub(crate) trait Operator<A>: Copy {
+pub(crate) trait Operator<A>: Copy + Send + 'static {
     /// Whether speed matters more than code size: the loop is compiled for up to four sources instead of two, and for
     /// AVX-512.
     const IS_HOT: bool = false;

@@ -3,7 +3,7 @@
 use super::types::ReduceType;
 
 /// The representation of an element in memory.
-pub(crate) trait StorageFormat<S: ReduceType> {
+pub(crate) trait StorageFormat<S: ReduceType>: 'static {
     /// The stored type.
     type Stored: Copy;
     /// Whether it stores elements, not accumulators.

@@ -13,8 +13,17 @@ fn mean<T: Copy + Default>(reduction: Reduction, sources: &[Vec<T>], divisor: u3
 fn combine<T: Copy + Default>(reduction: Reduction, sources: &[Vec<T>]) -> Vec<T> {
     let mut out = vec![T::default(); sources[0].len()];
     let pointers: Vec<*const u8> = sources.iter().map(|source| source.as_ptr().cast()).collect();
+    let mut bound = out.clone();
     // SAFETY: the vectors have equal lengths and the reduction's element type.
-    unsafe { reduction.combine(&pointers, &[out.as_mut_ptr().cast()], out.len()) };
+    unsafe {
+        reduction.combine(&pointers, &[out.as_mut_ptr().cast()], out.len());
+        reduction.bind().unwrap().combine(&pointers, &[bound.as_mut_ptr().cast()], bound.len());
+    }
+    let bytes = |values: &[T]| {
+        // SAFETY: element types have no padding.
+        unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)).to_vec() }
+    };
+    assert_eq!(bytes(&out), bytes(&bound), "{reduction:?}");
     out
 }
 
@@ -142,6 +151,7 @@ fn operators_have_stable_codes_and_names() {
     let names = ["sum", "mean", "min", "max", "product", "bit_and", "bit_or", "bit_xor", "scaled_sum"];
     for (index, (op, name)) in ReduceOp::ALL.into_iter().zip(names).enumerate() {
         assert_eq!((usize::from(op.code()), op.name()), (index, name));
+        assert_eq!(ReduceOp::from_code(index as i32), Some(op));
         assert_eq!(op.keeps_single_input(), name != "scaled_sum");
     }
     let error = ReduceOp::Mean.check(DType::Bool).unwrap_err().to_string();

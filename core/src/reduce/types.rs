@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16, f64_to_odd_f32};
 
 /// The element and accumulator types of a reduction, and the conversions between them.
-pub(crate) trait ReduceType: Sized {
+pub(crate) trait ReduceType: Sized + 'static {
     /// The type of a tensor's elements; `u16` stands for float16 and bfloat16.
     type Element: Copy + Default;
     /// The type of partial results.
@@ -23,7 +23,7 @@ pub(crate) trait ReduceType: Sized {
 /// A type that is its own accumulator.
 pub(crate) struct Plain<T>(PhantomData<T>);
 
-impl<T: Copy + Default> ReduceType for Plain<T> {
+impl<T: Copy + Default + 'static> ReduceType for Plain<T> {
     type Element = T;
     type Acc = T;
     const PLAIN: bool = true;

@@ -41,7 +41,7 @@ impl Request {
                 false => Ok(Request::Collective(op)),
             };
         }
-        let known = ReduceOp::ALL.into_iter().find(|known| i32::from(known.code()) == reduce);
+        let known = ReduceOp::from_code(reduce);
         let known = known.ok_or_else(|| Error::Invalid(format!("no operator has the code {reduce}")))?;
         let operator = match known {
             ReduceOp::Scaled { .. } => ReduceOp::Scaled { pre, post },

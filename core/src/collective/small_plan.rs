@@ -1,0 +1,80 @@
+//! What a small call copies and reduces, found once for all calls like it.
+//!
+//! Thread rule: that of [`Channel`].
+
+use smallvec::SmallVec;
+
+use super::call::Call;
+use super::channel::Channel;
+use super::operation::Pattern;
+use super::parts::{Part, ReducedPart, for_line, for_moved, for_packed_blocks, for_reduced};
+use super::shard::PerRank;
+use super::transfer::{pack, reduce, store};
+use crate::reduce::BoundReduction;
+
+/// The parts of a small call on one host ([`Call::is_small`]), by [`Channel::small_plan`].
+pub struct SmallPlan {
+    packed: SmallVec<[Part; 2]>,
+    moved: SmallVec<[Part; 2]>,
+    reduced: SmallVec<[(ReducedPart, BoundReduction); 1]>,
+    local_rank: usize,
+    /// Scratch memory.
+    sources: PerRank<*const u8>,
+}
+
+// SAFETY: the addresses in `sources` are used only while `take` fills the list and reads it.
+unsafe impl Send for SmallPlan {}
+
+impl Channel {
+    /// The plan of a small call on this host; `None` if its reduction does not exist.
+    pub fn small_plan(&self, call: &Call) -> Option<SmallPlan> {
+        let (topology, local_rank) = (&*self.topology, self.topology.local_rank());
+        let (mut packed, mut moved, mut reduced) = (SmallVec::new(), SmallVec::new(), SmallVec::new());
+        if call.op.pattern() != Pattern::Line {
+            for_packed_blocks(call, topology, 0, |part| packed.push(part));
+        } else if call.op.has_input(topology.rank()) {
+            for_line(call, 0, 0..call.layout.chunk_len(0), local_rank, |part| packed.push(part));
+        }
+        let mut all_exist = true;
+        if call.op.collective.reduces {
+            for_reduced(call, topology, 0, |part| {
+                match call.reduction(call.tensors(0)[part.tensor].buffer.dtype()).bind() {
+                    Some(reduction) => reduced.push((part, reduction)),
+                    None => all_exist = false,
+                }
+            });
+        } else {
+            for_moved(call, topology, 0, |part| moved.push(part));
+        }
+        all_exist.then(|| SmallPlan { packed, moved, reduced, local_rank, sources: PerRank::new() })
+    }
+}
+
+impl SmallPlan {
+    /// Copies the inputs of `call` to the slots.
+    ///
+    /// # Safety
+    /// The plan is that of a call like this one; this rank owns its slot, or its compartments; the call owns its tensors.
+    #[inline]
+    pub(super) unsafe fn pack(&self, call: &Call, slots: &[*mut u8]) {
+        // SAFETY: the caller's promise.
+        self.packed.iter().for_each(|part| unsafe { pack(call, part, slots) });
+    }
+
+    /// Takes the results of `call` from the slots.
+    ///
+    /// # Safety
+    /// The plan is that of a call like this one; all ranks have packed; the call owns its tensors.
+    #[inline]
+    pub(super) unsafe fn take(&mut self, call: &Call, slots: &[*mut u8]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            for (part, reduction) in &self.reduced {
+                reduce(call, part, self.local_rank, slots, &mut self.sources, |sources, outs, count| {
+                    reduction.combine(sources, outs, count);
+                });
+            }
+            self.moved.iter().for_each(|part| store(call, part, slots));
+        }
+    }
+}
