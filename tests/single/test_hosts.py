@@ -37,6 +37,16 @@ def test_the_numpy_tests_pass_between_hosts(hosts: Hosts, per_host: int) -> None
 
 
 @pytest.mark.parametrize(
+    ("per_host", "tests"), [(2, "TestMemory"), *(pytest.param(n, "", marks=pytest.mark.heavy) for n in (1, 2))]
+)
+def test_torch_gradients_lie_in_shared_memory(hosts: Hosts, per_host: int, tests: str) -> None:
+    file = f"{TESTS}/parallel/test_torch_views.py"
+    finished = hosts.launch(per_host, [sys.executable, "-m", "pytest", "-x", "-q", "-k", tests, file], 200)
+    assert finished.returncode == 0, finished.output
+    assert len(re.findall(r"\d+ passed", finished.output)) == 2 * per_host, finished.output
+
+
+@pytest.mark.parametrize(
     ("per_host", "name"),
     [(1, "collectives"), pytest.param(2, "collectives", marks=pytest.mark.heavy), (1, "p2p"), (2, "p2p")],
 )
