@@ -150,6 +150,7 @@ pub(super) type Views<'a> = SmallVec<[View<'a>; 4]>;
 ///
 /// # Safety
 /// As for [`tensors`]; the shapes do not change while the views are used.
+#[inline(always)]
 pub(super) unsafe fn views<'a>(buffers: *const CBuffer, count: usize, list: &mut Views<'a>) -> Result<()> {
     // SAFETY: the caller's promise.
     let buffers = unsafe { array(buffers, count, "the list of buffers") }?;
@@ -215,6 +216,7 @@ pub(super) unsafe fn towers(
 ///
 /// # Safety
 /// `structure` is NULL or has the bytes that its size says; zeros are valid for all fields.
+#[inline(always)]
 pub(super) unsafe fn sized<'a, T: Copy>(structure: *const T, required: usize, name: &str) -> Result<Given<'a, T>> {
     // SAFETY: the caller's promise.
     unsafe {

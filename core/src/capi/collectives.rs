@@ -83,6 +83,7 @@ impl Callback {
 }
 
 impl CCall {
+    #[inline(always)]
     fn request(&self) -> Result<Request> {
         if self.flags != 0 {
             return Err(Error::Invalid(format!("flags is {}; this version of dl_comm knows none", self.flags)));

@@ -55,9 +55,16 @@ impl Channel {
         }
     }
 
-    /// Before this rank posts round `seq` of a call that has a choice: writes its note.
-    #[inline]
+    /// Before this rank posts round `seq` of a call: if the call has a choice, writes its note.
+    #[inline(always)]
     pub(super) fn post_path_note(&mut self, seq: u32) {
+        if self.timer.is_some() {
+            self.write_path_note(seq);
+        }
+    }
+
+    #[cold]
+    fn write_path_note(&mut self, seq: u32) {
         if let Some(timer) = &self.timer
             && !timer.has_matched
         {
@@ -67,10 +74,17 @@ impl Channel {
         }
     }
 
-    /// After all ranks have posted round `seq`, the first one of a matched call: takes the path of the next call from
-    /// the note of the rank that times.
-    #[inline]
+    /// After all ranks have posted round `seq`, the first one of a matched call: if it has a choice, takes the path of the
+    /// next call from the note of the rank that times.
+    #[inline(always)]
     pub(super) fn agree_on_path(&mut self, seq: u32) {
+        if self.timer.is_some() {
+            self.read_path_notes(seq);
+        }
+    }
+
+    #[cold]
+    fn read_path_notes(&mut self, seq: u32) {
         if let Some(timer) = &mut self.timer
             && !timer.has_matched
         {
@@ -85,9 +99,16 @@ impl Channel {
         }
     }
 
-    /// Ends the timing of a call, and counts it.
-    #[inline]
+    /// Ends the timing of a call, if it has a choice, and counts it.
+    #[inline(always)]
     pub(super) fn end_timer(&mut self) {
+        if self.timer.is_some() {
+            self.count_time();
+        }
+    }
+
+    #[cold]
+    fn count_time(&mut self) {
         if let Some(timer) = self.timer.take()
             && timer.has_matched
             && timer.timing_rank == self.topology.local_rank()

@@ -28,18 +28,19 @@ impl ShardView<'_> {
     }
 
     /// As `sources`, with `own` for this rank's slot, in `list`.
-    pub fn sources_with(&self, at: usize, own: *const u8, list: &mut PerRank<*const u8>) {
+    pub fn sources_with(&self, at: usize, own: *const u8, list: &mut [*const u8]) {
         fill_sources(self.slots, at, (self.topology.local_rank(), own), list);
     }
 }
 
-/// Makes `list` the addresses `at` bytes into all slots, by local rank, but `own.1` for that of rank `own.0`. In place:
-/// moving a list slows small calls.
-#[inline]
-pub(crate) fn fill_sources(slots: &[*mut u8], at: usize, own: (usize, *const u8), list: &mut PerRank<*const u8>) {
-    if list.len() != slots.len() {
-        list.resize(slots.len(), std::ptr::null());
-    }
+/// A list for [`fill_sources`].
+pub(crate) fn new_sources(ranks: usize) -> PerRank<*const u8> {
+    PerRank::from_elem(std::ptr::null(), ranks)
+}
+
+/// Sets `list` to the addresses `at` bytes into all slots, by local rank, but `own.1` for that of rank `own.0`.
+#[inline(always)]
+pub(crate) fn fill_sources(slots: &[*mut u8], at: usize, own: (usize, *const u8), list: &mut [*const u8]) {
     for (source, slot) in list.iter_mut().zip(slots) {
         *source = slot.wrapping_add(at);
     }

@@ -48,6 +48,7 @@ impl Channel {
     }
 
     /// Posts this rank's slot to the other ranks.
+    #[inline]
     fn post(&mut self, call: &Call, seq: u32) -> PostedCall {
         self.post_path_note(seq);
         self.shm.post_signature(seq, call.signature, SlotContent::Data);
@@ -88,6 +89,7 @@ impl Channel {
     }
 
     /// Ends round `seq` of a small call, which all ranks have posted; returns whether their calls are the same.
+    #[inline]
     fn end_small_round(&mut self, seq: u32) -> bool {
         // A rank posts a call only after it has finished the previous one.
         self.freed_seq = seq.wrapping_sub(1);

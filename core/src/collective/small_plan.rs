@@ -8,7 +8,6 @@ use super::call::Call;
 use super::channel::Channel;
 use super::operation::Pattern;
 use super::parts::{Part, ReducedPart, for_line, for_moved, for_packed_blocks, for_reduced};
-use super::shard::PerRank;
 use super::transfer::{pack, reduce, store};
 use crate::reduce::BoundReduction;
 
@@ -19,7 +18,7 @@ pub struct SmallPlan {
     reduced: SmallVec<[(ReducedPart, BoundReduction); 1]>,
     local_rank: usize,
     /// Scratch memory.
-    sources: PerRank<*const u8>,
+    sources: Box<[*const u8]>,
 }
 
 // SAFETY: the addresses in `sources` are used only while `take` fills the list and reads it.
@@ -46,7 +45,8 @@ impl Channel {
         } else {
             for_moved(call, topology, 0, |part| moved.push(part));
         }
-        all_exist.then(|| SmallPlan { packed, moved, reduced, local_rank, sources: PerRank::new() })
+        let sources = vec![std::ptr::null(); topology.local_size()].into();
+        all_exist.then_some(SmallPlan { packed, moved, reduced, local_rank, sources })
     }
 }
 

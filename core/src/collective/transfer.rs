@@ -10,7 +10,7 @@ use super::operation::Pattern;
 use super::parts::{
     Part, Place, ReducedPart, for_line, for_moved, for_own_block, for_packed_blocks, for_reduced, for_taken_blocks,
 };
-use super::shard::{PerRank, ShardView, fill_sources};
+use super::shard::{ShardView, fill_sources, new_sources};
 use crate::buffer::Buffer;
 use crate::pages;
 use crate::reduce::Reduction;
@@ -96,7 +96,7 @@ pub(super) unsafe fn take_direct(call: &Call, shard: &ShardView<'_>) {
         // SAFETY: the caller's promise.
         return for_moved(call, topology, chunk, |part| unsafe { store(call, &part, slots) });
     }
-    let mut sources = PerRank::new();
+    let mut sources = new_sources(slots.len());
     for_reduced(call, topology, chunk, |part| {
         let reduction = call.reduction(call.tensors(0)[part.tensor].buffer.dtype());
         // SAFETY: the caller's promise.
@@ -119,7 +119,7 @@ pub(super) unsafe fn reduce(
     part: &ReducedPart,
     local_rank: usize,
     slots: &[*mut u8],
-    sources: &mut PerRank<*const u8>,
+    sources: &mut [*const u8],
     combine: impl FnOnce(&[*const u8], &[*mut u8], usize),
 ) {
     let buffer = &call.tensors(0)[part.tensor].buffer;
@@ -218,7 +218,7 @@ pub(super) unsafe fn reduce_slice(call: &Call, shard: &ShardView<'_>, slice: Ran
     shard.slots.iter().for_each(|&slot| sync::check_read(slot.wrapping_add(slice.start), slice.len()));
     sync::check_write(shard.result.wrapping_add(slice.start), slice.len());
     if reads_own_tensor(call, shard.topology) {
-        let mut sources = PerRank::new();
+        let mut sources = new_sources(shard.slots.len());
         for piece in call.layout.ranges(shard.chunk, slice) {
             let buffer = &call.tensors(0)[piece.tensor].buffer;
             // SAFETY: this shard owns the range in all slots; the call owns the tensor's memory.

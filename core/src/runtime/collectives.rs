@@ -31,6 +31,7 @@ impl Request {
     ///
     /// # Errors
     /// [`Error::Invalid`] for unknown codes and for a negative root.
+    #[inline]
     pub fn from_codes(collective: i32, reduce: i32, (pre, post): (f64, f64), root: i32) -> Result<Request> {
         let root = usize::try_from(root).map_err(|_| Error::Invalid(format!("root {root} is negative")))?;
         if reduce == ADASUM {
