@@ -21,7 +21,7 @@ target=x86_64-unknown-linux-gnu
 loom() { # Loom: all interleavings within the bounds of core/tests/loom*.rs
   CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" \
     timeout 3000 cargo test --release --locked -p dl_comm_core --test loom --test loom_zero_copy --test loom_hosts \
-    --test loom_mailbox -- --nocapture
+    --test loom_mailbox --test loom_cached -- --nocapture
 }
 
 tsan() { # ranks as threads under the thread sanitizer, with an instrumented standard library

@@ -1,0 +1,72 @@
+//! Small calls that a rank starts from its cache, without blocking, under Loom.
+#![cfg(loom)]
+#![allow(clippy::unwrap_used)]
+
+mod loom_support;
+
+use std::sync::Arc;
+
+use dl_comm_core::buffer::Buffer;
+use dl_comm_core::collective::{Channel, Op};
+use dl_comm_core::dtype::DType;
+use dl_comm_core::topology::Topology;
+use dl_comm_core::transport::ShmRegion;
+use dl_comm_core::transport::in_process::Access;
+use loom_support::{FLOATS, SLOT, call, config, explore, regions, spawn, with_wait_context};
+
+/// Every rank runs `rounds` calls of `op`, all but the first from a plan where the channel lets it.
+fn cached(op: Op, ranks: usize, preemptions: usize, rounds: usize, len: usize) {
+    explore(Some(preemptions), move || {
+        let rank = |(rank, region): (usize, Arc<ShmRegion>)| {
+            spawn(move || {
+                let topology = Arc::new(Topology::new(rank, &vec![0; ranks]));
+                let config = config(&topology, SLOT);
+                let mut channel = Channel::new(topology, region.channel(0));
+                let mut plan = None;
+                for number in 0..rounds {
+                    let value = |rank: usize| (10 * number + rank) as f32;
+                    let (mut src, mut dst) = (vec![value(rank); len], vec![-1f32; ranks * len]);
+                    let buffer = Buffer::new(src.as_mut_ptr().cast(), dst.as_mut_ptr().cast(), len, DType::F32);
+                    let call = call(op, buffer, "", config.clone());
+                    assert!(call.is_small());
+                    let posted = plan.as_ref().and_then(|plan| channel.try_post(&call, plan));
+                    with_wait_context(&region, |wait_ctx| match posted {
+                        None => assert!(channel.run_first_chunk(&call, wait_ctx).unwrap()),
+                        Some(posted) => {
+                            if !channel.try_finish_posted(&call, plan.as_mut().unwrap(), &posted) {
+                                assert!(channel.finish_posted(&call, posted, wait_ctx).unwrap());
+                            }
+                        }
+                    });
+                    if plan.is_none() {
+                        plan = channel.small_plan(&call);
+                        assert!(plan.is_some());
+                    }
+                    if op == Op::MEAN {
+                        let mean = (0..ranks).map(value).sum::<f32>() / ranks as f32;
+                        assert!(dst[..len].iter().all(|&found| found == mean));
+                    } else {
+                        assert!((0..ranks).all(|from| dst[from * len..][..len].iter().all(|&at| at == value(from))));
+                    }
+                }
+            })
+        };
+        let ranks: Vec<_> = regions(ranks, Access::Slots).into_iter().enumerate().map(rank).collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    });
+}
+
+#[test]
+fn cached_allreduces_of_two_ranks() {
+    cached(Op::MEAN, 2, 2, 4, FLOATS);
+}
+
+#[test]
+fn cached_allreduces_of_three_ranks() {
+    cached(Op::MEAN, 3, 1, 3, FLOATS);
+}
+
+#[test]
+fn cached_allgathers_of_two_ranks() {
+    cached(Op::ALLGATHER, 2, 2, 4, FLOATS / 2);
+}
