@@ -160,8 +160,8 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         sparse_as_dense: convert sparse gradients (of embeddings) to dense ones; otherwise they are an error.
         gradient_as_bucket_view: when backward has finished a gradient, move `p.grad` to memory that the ranks of a host
             share, and average it there without copies. This applies to dense, contiguous CPU gradients that the script
-            has not laid out itself, if shared memory is available, with several ranks. All other gradients stay in their
-            memory.
+            has not laid out itself, if shared memory is available, with several ranks on the host. All other gradients
+            stay in their memory.
         team: the team to use instead of the next one.
         broadcast: broadcast the parameters of rank 0 now, and those of groups that are added later.
         broadcast_buffers: a module whose buffers, such as the statistics of batch normalization, take the values of

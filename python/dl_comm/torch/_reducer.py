@@ -111,8 +111,8 @@ class Reducer:
 
     def _build_buckets(self, named: Named, frozen: Named) -> None:
         """Build the buckets, unless they exist already, and register hooks."""
-        # With one rank, shared memory saves no copy.
-        self._as_views = self._views_requested and can_count_references() and dl_comm.get_nranks() > 1
+        # For a rank that is alone on its host, shared memory saves no copy.
+        self._as_views = self._views_requested and can_count_references() and dl_comm.local_size() > 1
         parts = self._bucket_plan.assign(named)
         planned = [pair for part in parts for pair in part]
         present = [
