@@ -407,7 +407,7 @@ impl Channel {
             let slice = shard_range(&self.topology, call, chunk, shard);
             if slice != own {
                 // SAFETY: as above.
-                unsafe { transfer::take_line(call, chunk, slice, slots[self.result_rank(shard)]) };
+                unsafe { transfer::take_line(call, chunk, slice, self.result_rank(shard), slots) };
             }
         }
     }

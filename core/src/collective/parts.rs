@@ -61,25 +61,37 @@ pub(super) fn for_line(call: &Call, chunk: usize, range: Range<usize>, slot: usi
     call.layout.ranges(chunk, range).for_each(|piece| work(Part::new(call, piece, Place::Slot(slot), piece.offset)));
 }
 
-/// Calls `work` with the parts of this rank's blocks that it packs in chunk `chunk`.
-pub(super) fn for_packed_blocks(call: &Call, topology: &Topology, chunk: usize, mut work: impl FnMut(Part)) {
-    let me = topology.rank();
+/// Calls `work` with the parts of a block in chunk `chunk`, whose elements of each tensor are `elements`; its other place is
+/// compartment `compartment` of the slot of local rank `slot`.
+fn for_block(
+    call: &Call,
+    chunk: usize,
+    elements: impl Fn(usize) -> Range<usize>,
+    (slot, compartment): (usize, usize),
+    mut work: impl FnMut(Part),
+) {
+    let start = compartment * call.compartment();
+    block_ranges(call, chunk, elements)
+        .for_each(|piece| work(Part::new(call, piece, Place::Slot(slot), start + piece.offset)));
+}
+
+/// Calls `work` with the parts of this rank's inputs that it packs in chunk `chunk`: the line, or its blocks.
+pub(super) fn for_packed(call: &Call, topology: &Topology, chunk: usize, mut work: impl FnMut(Part)) {
+    let (me, own) = (topology.rank(), topology.local_rank());
     if !call.op.has_input(me) {
         return;
     }
     // Between hosts the shards also read this rank's own block, unless it only moves.
     let keeps_own = topology.hosts() == 1 || !call.op.collective.reduces;
-    let mut block = |peer: usize, (slot, compartment): (usize, usize)| {
-        for piece in block_ranges(call, chunk, |tensor| call.sent(tensor, me, peer)) {
-            work(Part::new(call, piece, Place::Slot(slot), compartment * call.compartment() + piece.offset));
-        }
+    let mut block = |peer: usize, place: (usize, usize)| {
+        for_block(call, chunk, |tensor| call.sent(tensor, me, peer), place, &mut work);
     };
     match call.op.pattern() {
-        Pattern::Line => {}
+        Pattern::Line => for_line(call, chunk, 0..call.layout.chunk_len(chunk), own, work),
         Pattern::Gather => block(me, gathered(topology, me)),
         Pattern::Scatter | Pattern::Exchange => (0..topology.size())
             .filter(|&peer| peer != me || !keeps_own)
-            .for_each(|peer| block(peer, (topology.local_rank(), scattered(topology, peer)))),
+            .for_each(|peer| block(peer, (own, scattered(topology, peer)))),
     }
 }
 
@@ -116,7 +128,7 @@ pub(super) fn for_taken_blocks(call: &Call, topology: &Topology, chunk: usize, m
             for_own_block(call, topology, chunk, &mut work);
             continue;
         }
-        let (slot, compartment) = match call.op.pattern() {
+        let place = match call.op.pattern() {
             Pattern::Line => continue,
             Pattern::Gather => gathered(topology, peer),
             // Between hosts the shard owner has this rank's block.
@@ -129,9 +141,7 @@ pub(super) fn for_taken_blocks(call: &Call, topology: &Topology, chunk: usize, m
                 None => received(topology, peer, topology.local_rank()),
             },
         };
-        for piece in block_ranges(call, chunk, |tensor| call.received(tensor, me, peer)) {
-            work(Part::new(call, piece, Place::Slot(slot), compartment * call.compartment() + piece.offset));
-        }
+        for_block(call, chunk, |tensor| call.received(tensor, me, peer), place, &mut work);
     }
 }
 
@@ -152,15 +162,10 @@ pub(super) fn for_reduced(call: &Call, topology: &Topology, chunk: usize, mut wo
     if !call.op.has_output(me) {
         return;
     }
-    if call.op.pattern() == Pattern::Line {
-        for TensorRange { tensor, first, count, offset, .. } in
-            call.layout.ranges(chunk, 0..call.layout.chunk_len(chunk))
-        {
-            work(ReducedPart { tensor, read: first, written: first, count, offset });
-        }
-        return;
-    }
-    let from = scattered(topology, me) * call.compartment();
+    let from = match call.op.pattern() {
+        Pattern::Line => 0,
+        _ => scattered(topology, me) * call.compartment(),
+    };
     for TensorRange { tensor, first, count, offset, .. } in
         block_ranges(call, chunk, |tensor| call.received(tensor, me, me))
     {

@@ -39,7 +39,7 @@ impl Channel {
     /// Before the first round of a call of which the longest block has `total` bytes: starts its timer, if it has a choice.
     #[inline]
     pub(super) fn start_timer(&mut self, call: &Call, total: usize, kind: Option<Kind>) {
-        let new_timer = |kind| CallTimer {
+        self.timer = kind.filter(|_| !self.direct_copies.always).map(|kind| CallTimer {
             kind,
             timing_rank: self.timing_rank(call),
             path: self.path(kind),
@@ -47,12 +47,7 @@ impl Channel {
             since: Instant::now(),
             packing: Duration::ZERO,
             has_matched: false,
-        };
-        match kind {
-            Some(kind) if !self.direct_copies.always => self.timer = Some(new_timer(kind)),
-            _ if self.timer.is_some() => self.timer = None,
-            _ => {}
-        }
+        });
     }
 
     /// Before this rank posts round `seq` of a call: if the call has a choice, writes its note.

@@ -26,11 +26,6 @@ impl ShardView<'_> {
     pub fn sources(&self, at: usize) -> PerRank<*const u8> {
         self.slots.iter().map(|slot| slot.wrapping_add(at).cast_const()).collect()
     }
-
-    /// As `sources`, with `own` for this rank's slot, in `list`.
-    pub fn sources_with(&self, at: usize, own: *const u8, list: &mut [*const u8]) {
-        fill_sources(self.slots, at, (self.topology.local_rank(), own), list);
-    }
 }
 
 /// A list for [`fill_sources`].

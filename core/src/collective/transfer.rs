@@ -8,10 +8,9 @@ use std::ptr;
 use super::call::Call;
 use super::operation::Pattern;
 use super::parts::{
-    Part, Place, ReducedPart, for_line, for_moved, for_own_block, for_packed_blocks, for_reduced, for_taken_blocks,
+    Part, Place, ReducedPart, for_line, for_moved, for_own_block, for_packed, for_reduced, for_taken_blocks,
 };
 use super::shard::{ShardView, fill_sources, new_sources};
-use crate::buffer::Buffer;
 use crate::pages;
 use crate::reduce::Reduction;
 use crate::stream_copy::stream_copy;
@@ -70,7 +69,7 @@ pub(super) unsafe fn pack_line(call: &Call, topology: &Topology, chunk: usize, p
 /// This rank owns the compartments of its blocks in this round.
 pub(super) unsafe fn pack_blocks(call: &Call, topology: &Topology, chunk: usize, slots: &[*mut u8]) {
     // SAFETY: the caller's promise; the call owns the tensors' memory.
-    for_packed_blocks(call, topology, chunk, |part| unsafe { pack(call, &part, slots) });
+    for_packed(call, topology, chunk, |part| unsafe { pack(call, &part, slots) });
 }
 
 /// Copies a part of an input to its place in a slot.
@@ -130,24 +129,22 @@ pub(super) unsafe fn reduce(
     combine(sources, &[buffer.destination_at(part.written)], part.count);
 }
 
-/// Copies `slice` of the line from `slot` to the tensors of every tower.
+/// Copies `slice` of the line from the slot of local rank `slot` to the tensors of every tower.
 ///
 /// # Safety
 /// The slot is read-only; the call owns the tensors.
-pub(super) unsafe fn take_line(call: &Call, chunk: usize, slice: Range<usize>, slot: *const u8) {
+pub(super) unsafe fn take_line(call: &Call, chunk: usize, slice: Range<usize>, slot: usize, slots: &[*mut u8]) {
+    if !call.wire_is_acc() {
+        // SAFETY: the caller's promise.
+        return for_line(call, chunk, slice, slot, |part| unsafe { store(call, &part, slots) });
+    }
+    let slot = slots[slot].cast_const();
     sync::check_read(slot.wrapping_add(slice.start), slice.len());
     for piece in call.layout.ranges(chunk, slice) {
         for buffer in call.tower_buffers(piece.tensor) {
+            let (from, to) = (slot.wrapping_add(piece.offset), buffer.destination_at(piece.first));
             // SAFETY: the caller's promise.
-            unsafe {
-                let from = slot.add(piece.offset);
-                if call.wire_is_acc() {
-                    call.reduction(buffer.dtype()).narrow(from, buffer.written_at(piece.first), piece.count);
-                } else {
-                    let (to, len) = (buffer.written_at(piece.first), piece.count * buffer.dtype().size());
-                    copy_result(call, was_read(call, buffer), from, to, len);
-                }
-            }
+            unsafe { call.reduction(buffer.dtype()).narrow(from, to, piece.count) };
         }
     }
 }
@@ -184,15 +181,11 @@ pub(super) unsafe fn store(call: &Call, part: &Part, slots: &[*mut u8]) {
     for buffer in call.tower_buffers(part.tensor) {
         let to = buffer.destination_byte(part.at);
         if !ptr::eq(from, to) {
+            let was_read = call.op.collective.reduces && buffer.is_in_place();
             // SAFETY: the caller's promise; `Call::new` has checked that input and output do not overlap.
-            unsafe { copy_result(call, was_read(call, buffer), from, to, part.len) };
+            unsafe { copy_result(call, was_read, from, to, part.len) };
         }
     }
-}
-
-/// Whether the call has just read the memory of the output `buffer`.
-fn was_read(call: &Call, buffer: &Buffer) -> bool {
-    call.op.collective.reduces && buffer.is_in_place()
 }
 
 /// Copies `len` bytes to an output. `was_read`: the call has just read this memory, so it may be cached.
@@ -225,7 +218,7 @@ pub(super) unsafe fn reduce_slice(call: &Call, shard: &ShardView<'_>, slice: Ran
             unsafe {
                 let own = buffer.read_at(piece.first);
                 let outs = [shard.result.add(piece.offset), buffer.written_at(piece.first)];
-                shard.sources_with(piece.offset, own, &mut sources);
+                fill_sources(shard.slots, piece.offset, (shard.topology.local_rank(), own), &mut sources);
                 call.reduction(buffer.dtype()).combine(&sources, &outs, piece.count);
             }
         }

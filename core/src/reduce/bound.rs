@@ -1,6 +1,5 @@
 //! A reduction whose kernel was found once, for calls so short that to find it counts.
 
-use std::fmt;
 use std::marker::PhantomData;
 
 use super::epilogue::Epilogue;
@@ -23,12 +22,6 @@ impl BoundReduction {
     pub unsafe fn combine(&self, sources: &[*const u8], outs: &[*mut u8], count: usize) {
         // SAFETY: guaranteed by the caller.
         unsafe { self.0.combine(sources, outs, count) }
-    }
-}
-
-impl fmt::Debug for BoundReduction {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("BoundReduction")
     }
 }
 
