@@ -71,19 +71,24 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Invalid`]
-    #[inline]
+    #[inline(always)]
     pub fn check_length(&self, len: usize) -> Result<()> {
-        if len.checked_mul(self.dtype.size()).is_none_or(|bytes| bytes > isize::MAX as usize) {
-            return Err(Error::Invalid(format!("{len} elements of {} are not addressable", self.dtype.name())));
+        match len.checked_mul(self.dtype.size()) {
+            Some(bytes) if bytes <= isize::MAX as usize => Ok(()),
+            _ => Err(self.not_addressable(len)),
         }
-        Ok(())
+    }
+
+    #[cold]
+    fn not_addressable(&self, len: usize) -> Error {
+        Error::Invalid(format!("{len} elements of {} are not addressable", self.dtype.name()))
     }
 
     /// Checks the source address for `len` elements.
     ///
     /// # Errors
     /// [`Error::Invalid`]
-    #[inline]
+    #[inline(always)]
     pub fn check_source_of(&self, len: usize) -> Result<()> {
         self.check_length(len)?;
         self.check_pointer(self.src, len)
@@ -93,23 +98,29 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Invalid`]
+    #[inline(always)]
     pub fn check_destination_of(&self, len: usize) -> Result<()> {
         self.check_length(len)?;
         self.check_pointer(self.dst.cast_const(), len)
     }
 
-    #[inline]
+    #[inline(always)]
     fn check_pointer(&self, pointer: *const u8, len: usize) -> Result<()> {
-        if len > 0 && pointer.is_null() {
-            return Err(Error::Invalid("the pointer is null".into()));
+        let is_null = len > 0 && pointer.is_null();
+        let is_in_memory = pointer.addr().checked_add(len * self.dtype.size()).is_some();
+        if !is_null && is_in_memory && pointer.addr().is_multiple_of(self.dtype.align()) {
+            return Ok(());
         }
-        if pointer.addr().checked_add(len * self.dtype.size()).is_none() {
-            return Err(Error::Invalid(format!("{len} elements from there are beyond the address space")));
-        }
-        if !pointer.addr().is_multiple_of(self.dtype.align()) {
-            return Err(Error::Invalid(format!("the pointer is not aligned for {}", self.dtype.name())));
-        }
-        Ok(())
+        Err(self.bad_pointer(len, is_null, is_in_memory))
+    }
+
+    #[cold]
+    fn bad_pointer(&self, len: usize, is_null: bool, is_in_memory: bool) -> Error {
+        Error::Invalid(match (is_null, is_in_memory) {
+            (true, _) => "the pointer is null".into(),
+            (false, false) => format!("{len} elements from there are beyond the address space"),
+            (false, true) => format!("the pointer is not aligned for {}", self.dtype.name()),
+        })
     }
 
     /// The address ranges of source and destination.

@@ -78,11 +78,19 @@ impl DType {
     ///
     /// # Errors
     /// [`Error::DType`] for an unknown code.
+    #[inline(always)]
     pub fn from_code(code: i32) -> Result<DType> {
-        let found = usize::try_from(code).ok().and_then(|index| DType::ALL.get(index).copied());
-        let last = DType::ALL.len() - 1;
-        found.ok_or_else(|| Error::DType(format!("no element type has the code {code}; dl_comm.h lists 0 to {last}")))
+        match usize::try_from(code).ok().and_then(|index| DType::ALL.get(index)) {
+            Some(&dtype) => Ok(dtype),
+            None => Err(unknown(code)),
+        }
     }
+}
+
+#[cold]
+fn unknown(code: i32) -> Error {
+    let last = DType::ALL.len() - 1;
+    Error::DType(format!("no element type has the code {code}; dl_comm.h lists 0 to {last}"))
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
 use crate::group::{BlockedCaller, CallOptions, MessageOptions, Timeout};
 use crate::lock::lock;
-use crate::p2p::{Status, Then};
+use crate::p2p::{Spans, Status, Then};
 use crate::plugin::{OnResult, ResultBuffer, StepOptions};
 use crate::runtime::collectives::{self, Request, SmallCall, group_of_number, group_of_team};
 use crate::runtime::point_to_point;
@@ -501,13 +501,15 @@ unsafe fn try_transfer(call: &Transfer<'_>, tensors: &[TensorView], then: Then) 
     let timeout = Timeout::from_seconds(call.timeout);
     let options = MessageOptions::from_codes(call.sends, call.peer, call.tag, call.name, timeout)?;
     let group = group_of_number(call.group)?;
-    let views = tensors.iter().map(|view| Ok(View { buffer: buffer(view)?, shape: &[] }));
-    let views = views.collect::<Result<Vec<_>>>()?;
+    let mut spans = Spans::default();
+    for view in tensors {
+        spans.add_buffer(&buffer(view)?, call.sends)?;
+    }
     // SAFETY: the caller's promise.
     let started = unsafe {
         match call.sends {
-            true => point_to_point::send(&group, &views, options, Some(then)),
-            false => point_to_point::receive(&group, &views, options, Some(then)),
+            true => point_to_point::send(&group, spans, &options, Some(then)),
+            false => point_to_point::receive(&group, spans, &options, Some(then)),
         }
     };
     started.map(drop)

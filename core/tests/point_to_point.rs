@@ -33,7 +33,7 @@ fn short_and_long_messages_arrive_with_their_status() {
                 assert_eq!(status, Status { source: 1 - number, tag: 3, bytes: len });
                 assert_eq!(other[..len], bytes(1 - number, len));
                 assert_eq!(other[len..], [0; 5]);
-                assert_eq!(rank.wait(&send), Ok(Status { source: number, tag: 3, bytes: len }));
+                assert_eq!(send.wait(None), Ok(Status { source: number, tag: 3, bytes: len }));
             });
         }
     }
@@ -54,7 +54,7 @@ fn sends_up_to_a_cell_end_without_their_receives() {
         ranks[1].receive(Some(0), Some(tag), &mut other).unwrap();
         assert_eq!(other, data);
     }
-    ranks[0].wait(&waiting).unwrap();
+    waiting.wait(None).unwrap();
 }
 
 #[test]
@@ -67,10 +67,10 @@ fn a_rank_sends_to_itself() {
         assert_eq!(send.result().is_some(), len <= CELL_BYTES);
         assert_eq!(ranks[0].receive(None, None, &mut other).unwrap().bytes, len);
         assert_eq!(other, data);
-        ranks[0].wait(&send).unwrap();
+        send.wait(None).unwrap();
         let receive = ranks[0].start_receive(Some(0), Some(9), &mut other);
         ranks[0].send(0, 9, &data);
-        ranks[0].wait(&receive).unwrap();
+        receive.wait(None).unwrap();
     }
 }
 
@@ -82,7 +82,7 @@ fn a_message_that_is_too_long_fails_its_receive_only() {
         run(&ranks, |number, rank| {
             if number == 0 {
                 let sends = [0, 1].map(|tag| rank.start_send(1, tag, &data));
-                sends.iter().for_each(|send| assert!(rank.wait(send).is_ok()));
+                sends.iter().for_each(|send| assert!(send.wait(None).is_ok()));
             } else {
                 let mut short = vec![9; len - 1];
                 let error = rank.receive(Some(0), Some(0), &mut short).unwrap_err();
@@ -118,7 +118,7 @@ fn a_receive_in_one_call_takes_the_message_that_a_posted_one_would() {
         ranks[0].send(1, 7, &[value; 8]);
     }
     ranks[1].receive_in_one(&ranks[1].message(Some(0), Some(7)), &mut found).unwrap();
-    ranks[1].wait(&posted).unwrap();
+    posted.wait(None).unwrap();
     assert_eq!((before, found), ([5; 8], [6; 8]));
 }
 
@@ -158,7 +158,7 @@ fn receives_in_one_call_of_several_threads_do_not_disturb_each_other() {
                         if round % 3 == 0 {
                             let sent = rank.start_send(1 - number, tag, &data);
                             rank.receive_in_one(&message, &mut other).unwrap();
-                            rank.wait(&sent).unwrap();
+                            sent.wait(None).unwrap();
                         } else {
                             // SAFETY: the memory lives until the call has ended.
                             let both = unsafe {
@@ -189,7 +189,7 @@ fn groups_do_not_see_each_others_messages() {
     let message = Message { group: &routes[1], ..ranks[1].message(None, None) };
     // SAFETY: as above.
     let request = unsafe { ranks[1].endpoint.receive(&message, spans_mut(&mut found), None) }.unwrap();
-    ranks[1].wait(&request).unwrap();
+    request.wait(None).unwrap();
     assert_eq!(found, second);
     ranks[1].receive(None, None, &mut found).unwrap();
     assert_eq!(found, first);
@@ -206,19 +206,19 @@ fn a_deadline_ends_either_side_and_the_other_learns_of_it() {
         let message = Message { deadline: deadline(short), ..ranks[0].message(Some(1), Some(5)) };
         // SAFETY: the memory lives until the request has ended.
         let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();
-        let error = ranks[0].wait(&send).unwrap_err();
+        let error = send.wait(None).unwrap_err();
         assert!(error.to_string().contains("the send (tag 5) to rank 1 in group 7 was not complete"), "{error}");
         // The message is gone; the next one arrives.
         let mut other = vec![0; 2_000_000];
         let receive = ranks[1].start_receive(Some(0), None, &mut other);
         let next = ranks[0].start_send(1, 6, &data);
-        assert_eq!(ranks[1].wait(&receive).unwrap().tag, 6);
-        ranks[0].wait(&next).unwrap();
+        assert_eq!(receive.wait(None).unwrap().tag, 6);
+        next.wait(None).unwrap();
         assert_eq!(other, data);
         let message = Message { deadline: deadline(short), name: "x", ..ranks[1].message(None, None) };
         // SAFETY: as above.
         let receive = unsafe { ranks[1].endpoint.receive(&message, spans(&other), None) }.unwrap();
-        let error = ranks[1].wait(&receive).unwrap_err();
+        let error = receive.wait(None).unwrap_err();
         assert!(error.to_string().contains("the receive \"x\" (any tag) from any rank in group 7 was not"), "{error}");
     }
 }
@@ -232,7 +232,7 @@ fn a_receive_that_gives_up_midway_fails_the_send() {
     ranks[0].group.failure.lock().unwrap().replace(Error::State("over".into()));
     // SAFETY: the memory lives until the request has ended.
     let receive = unsafe { ranks[1].endpoint.receive(&message, spans_mut(&mut other), None) }.unwrap();
-    let (sent, received) = (ranks[0].wait(&send), ranks[1].wait(&receive));
+    let (sent, received) = (send.wait(None), receive.wait(None));
     // Whoever was first; both end.
     assert!(sent.is_ok() == received.is_ok(), "{sent:?} {received:?}");
 }
@@ -249,14 +249,14 @@ fn a_lost_rank_fails_what_waits_for_it() {
     let error = ranks[0].receive(Some(1), Some(0), &mut other).unwrap_err();
     assert_eq!(error, Error::PeerLost("rank 1 has ended, in the receive (tag 0) from rank 1 in group 7".into()));
     let long = bytes(6, 200_001);
-    let error = ranks[0].wait(&ranks[0].start_send(1, 4, &long)).unwrap_err();
+    let error = ranks[0].start_send(1, 4, &long).wait(None).unwrap_err();
     assert_eq!(error, Error::PeerLost("rank 1 has ended, in the send (tag 4) to rank 1 in group 7".into()));
     // Rank 2 may still send.
     let any = ranks[0].start_receive(None, None, &mut other);
     thread::sleep(Duration::from_millis(100));
-    assert!(ranks[0].endpoint.test(&any).is_none());
+    assert!(any.test().is_none());
     ranks[2].endpoint.close().unwrap();
-    let error = ranks[0].wait(&any).unwrap_err();
+    let error = any.wait(None).unwrap_err();
     assert!(error.to_string().contains("in the receive (any tag) from any rank in group 7"), "{error}");
 }
 
@@ -279,7 +279,7 @@ fn invalid_ranks_and_a_failed_group_are_refused() {
     let over = Error::Timeout("over".into());
     ranks[0].group.failure.lock().unwrap().replace(over.clone());
     assert_eq!(refused(&ranks[0].message(Some(1), Some(0))), Some(over.clone()));
-    assert_eq!(ranks[0].wait(&pending), Err(over));
+    assert_eq!(pending.wait(None), Err(over));
 }
 
 #[test]
@@ -317,7 +317,7 @@ fn many_threads_of_a_rank_send_and_receive() {
                             let send = rank.start_send(1 - number, tag, &data);
                             rank.receive(Some(1 - number), Some(tag), &mut other).unwrap();
                             assert_eq!(other, bytes(round + 1 - number, len));
-                            rank.wait(&send).unwrap();
+                            send.wait(None).unwrap();
                         }
                     });
                 }
@@ -367,7 +367,7 @@ proptest! {
                     (tag, data)
                 }).collect();
                 let sends: Vec<_> = messages.iter().map(|(tag, data)| rank.start_send(0, *tag, data)).collect();
-                sends.iter().for_each(|send| assert!(rank.wait(send).is_ok()));
+                sends.iter().for_each(|send| assert!(send.wait(None).is_ok()));
                 return;
             }
             let mut seen: HashMap<(usize, u32), i64> = HashMap::new();
@@ -409,12 +409,12 @@ fn traffic_does_not_hide_a_deadline() {
             Message { deadline: deadline(Some(Duration::from_millis(100))), ..ranks[0].message(Some(1), Some(2)) };
         // SAFETY: the memory lives until the receive has ended.
         let receive = unsafe { ranks[0].endpoint.receive(&message, spans_mut(&mut other), None) }.unwrap();
-        assert!(matches!(ranks[0].wait(&receive), Err(Error::Timeout(_))));
+        assert!(matches!(receive.wait(None), Err(Error::Timeout(_))));
         stop.store(true, Ordering::Relaxed);
         // The sender may wait for room.
         let last = ranks[0].start_receive(Some(1), Some(3), &mut other);
         while !stopped.load(Ordering::Relaxed) {
-            assert!(ranks[0].endpoint.test(&last).is_none());
+            assert!(last.test().is_none());
         }
     });
 }

@@ -39,7 +39,7 @@ fn short_and_long_messages_arrive_with_their_status() {
             assert_eq!(status, Status { source: 1 - number, tag: 3, bytes: len });
             assert_eq!(other[..len], bytes(1 - number, len));
             assert_eq!(other[len..], [0; 5]);
-            assert_eq!(rank.wait(&send), Ok(Status { source: number, tag: 3, bytes: len }));
+            assert_eq!(send.wait(None), Ok(Status { source: number, tag: 3, bytes: len }));
         });
     }
 }
@@ -59,7 +59,7 @@ fn short_sends_end_without_their_receives_up_to_a_number() {
         assert_eq!(ranks[1].receive(Some(0), Some(tag), &mut other).unwrap().bytes, SHORT);
         assert_eq!(other, data);
     }
-    waiting.iter().for_each(|send| assert!(ranks[0].wait(send).is_ok()));
+    waiting.iter().for_each(|send| assert!(send.wait(None).is_ok()));
 }
 
 #[test]
@@ -70,7 +70,7 @@ fn a_message_that_is_too_long_fails_its_receive_only() {
         run(&ranks, |number, rank| {
             if number == 0 {
                 let sends = [0, 1].map(|tag| rank.start_send(1, tag, &data));
-                sends.iter().for_each(|send| assert!(rank.wait(send).is_ok()));
+                sends.iter().for_each(|send| assert!(send.wait(None).is_ok()));
             } else {
                 let mut short = vec![9; len - 1];
                 let error = rank.receive(Some(0), Some(0), &mut short).unwrap_err();
@@ -93,19 +93,19 @@ fn a_deadline_ends_either_side_and_the_other_learns_of_it() {
     let message = Message { deadline: deadline(short), ..ranks[0].message(Some(1), Some(5)) };
     // SAFETY: the memory lives until the request has ended.
     let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();
-    let error = ranks[0].wait(&send).unwrap_err();
+    let error = send.wait(None).unwrap_err();
     assert!(error.to_string().contains("the send (tag 5) to rank 1 in group 7 was not complete"), "{error}");
     // The message is gone; the next one arrives.
     let mut other = vec![0; 2_000_000];
     let receive = ranks[1].start_receive(Some(0), Some(6), &mut other);
     let next = ranks[0].start_send(1, 6, &data);
-    assert_eq!(ranks[1].wait(&receive).unwrap().tag, 6);
-    ranks[0].wait(&next).unwrap();
+    assert_eq!(receive.wait(None).unwrap().tag, 6);
+    next.wait(None).unwrap();
     assert_eq!(other, data);
     let message = Message { deadline: deadline(short), name: "x", ..ranks[1].message(None, None) };
     // SAFETY: as above.
     let receive = unsafe { ranks[1].endpoint.receive(&message, spans(&other), None) }.unwrap();
-    let error = ranks[1].wait(&receive).unwrap_err();
+    let error = receive.wait(None).unwrap_err();
     assert!(error.to_string().contains("the receive \"x\" (any tag) from any rank in group 7 was not"), "{error}");
 }
 
@@ -122,12 +122,12 @@ fn either_side_may_give_up_midway() {
                 let message = Message { deadline: deadline(late(round)), ..ranks[0].message(Some(1), Some(5)) };
                 // SAFETY: the memory lives until the request has ended.
                 let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();
-                ranks[0].wait(&send)
+                send.wait(None)
             });
             let message = Message { deadline: deadline(late(round * 3 + 1)), ..ranks[1].message(Some(0), Some(5)) };
             // SAFETY: as above.
             let receive = unsafe { ranks[1].endpoint.receive(&message, spans_mut(&mut other), None) }.unwrap();
-            let received = ranks[1].wait(&receive);
+            let received = receive.wait(None);
             let copy = other.clone();
             if received.is_ok() {
                 assert_eq!(copy, data);
@@ -143,8 +143,8 @@ fn either_side_may_give_up_midway() {
     let mut other = vec![0; 4_000_000];
     let receive = ranks[1].start_receive(Some(0), Some(6), &mut other);
     let send = ranks[0].start_send(1, 6, &data);
-    ranks[1].wait(&receive).unwrap();
-    ranks[0].wait(&send).unwrap();
+    receive.wait(None).unwrap();
+    send.wait(None).unwrap();
     assert_eq!(other, data);
 }
 
@@ -160,15 +160,15 @@ fn a_lost_rank_fails_what_waits_for_it() {
     let error = ranks[0].receive(Some(1), Some(0), &mut other).unwrap_err();
     assert_eq!(error, Error::PeerLost("rank 1 has ended, in the receive (tag 0) from rank 1 in group 7".into()));
     let long = bytes(6, 200_001);
-    let error = ranks[0].wait(&ranks[0].start_send(1, 4, &long)).unwrap_err();
+    let error = ranks[0].start_send(1, 4, &long).wait(None).unwrap_err();
     assert_eq!(error, Error::PeerLost("rank 1 has ended, in the send (tag 4) to rank 1 in group 7".into()));
     // Rank 2 may still send.
     let any = ranks[0].start_receive(None, None, &mut other);
     thread::sleep(Duration::from_millis(100));
-    assert!(ranks[0].endpoint.test(&any).is_none());
+    assert!(any.test().is_none());
     ranks[2].endpoint.close().unwrap();
     let error = thread::scope(|scope| {
-        let waiter = scope.spawn(|| ranks[0].wait(&any).unwrap_err());
+        let waiter = scope.spawn(|| any.wait(None).unwrap_err());
         // Rank 2 had no messages with rank 0, which makes itself known later.
         while !waiter.is_finished() {
             ranks[2].endpoint.linger();
@@ -186,7 +186,7 @@ fn the_last_message_arrives_after_its_ranks_end() {
     ranks[0].send(1, 0, &data);
     let unmatched = ranks[0].start_send(1, 1, &vec![0; 100_000]);
     ranks[0].endpoint.close().unwrap();
-    assert!(matches!(ranks[0].wait(&unmatched), Err(Error::State(_))));
+    assert!(matches!(unmatched.wait(None), Err(Error::State(_))));
     ranks[1].receive(Some(0), Some(0), &mut other).unwrap();
     assert_eq!(other, data);
     let error = ranks[1].receive(Some(0), None, &mut other).unwrap_err();
@@ -215,7 +215,7 @@ fn a_broken_network_ends_what_needs_it() {
                 for _ in 0..2 {
                     // SAFETY: the memory lives until the request has ended.
                     let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();
-                    let _ended = ranks[0].wait(&send);
+                    let _ended = send.wait(None);
                 }
             });
             let both = [0, 1].map(|_| ranks[2].receive(Some(0), Some(0), &mut other));
@@ -272,8 +272,8 @@ fn groups_of_some_ranks_have_their_own_messages() {
         let message = Message { group: &last_routes, ..ranks[3].message(None, None) };
         (send, ranks[3].endpoint.receive(&message, spans_mut(&mut found), None).unwrap())
     };
-    assert_eq!(ranks[3].wait(&receive), Ok(Status { source: 1, tag: 0, bytes: 20_000 }));
-    assert_eq!(ranks[1].wait(&send), Ok(Status { source: 1, tag: 0, bytes: 20_000 }));
+    assert_eq!(receive.wait(None), Ok(Status { source: 1, tag: 0, bytes: 20_000 }));
+    assert_eq!(send.wait(None), Ok(Status { source: 1, tag: 0, bytes: 20_000 }));
     assert_eq!(found, second);
     assert_eq!(ranks[3].receive(None, None, &mut found[..1]).unwrap().source, 1);
     assert_eq!(found[0], 1);
@@ -306,7 +306,7 @@ fn many_threads_of_a_rank_send_and_receive() {
                         let send = rank.start_send(1 - number, tag, &data);
                         rank.receive(Some(1 - number), Some(tag), &mut other).unwrap();
                         assert_eq!(other, bytes(round + 1 - number, len));
-                        rank.wait(&send).unwrap();
+                        send.wait(None).unwrap();
                     }
                 });
             }
@@ -364,7 +364,7 @@ proptest! {
             }
             let mut seen: HashMap<(usize, u32), i64> = HashMap::new();
             for (receive, buffer) in receives.iter().zip(&buffers) {
-                let status = rank.wait(receive).unwrap();
+                let status = receive.wait(None).unwrap();
                 let index = i64::from_le_bytes(buffer[..8].try_into().unwrap());
                 let (to, tag, len) = lists[status.source][index as usize];
                 assert_eq!((to, status.tag, status.bytes), (me, tag, len));
@@ -372,7 +372,7 @@ proptest! {
                 let last = seen.insert((status.source, tag), index).unwrap_or(-1);
                 assert!(last < index, "message {index} of rank {} after {last}", status.source);
             }
-            sends.iter().for_each(|send| assert!(rank.wait(send).is_ok()));
+            sends.iter().for_each(|send| assert!(send.wait(None).is_ok()));
         });
     }
 }

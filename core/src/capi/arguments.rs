@@ -109,6 +109,7 @@ pub(super) unsafe fn copy_text(message: &str, text: *mut c_char, capacity: usize
 ///
 /// # Safety
 /// `name` is a C string or NULL.
+#[inline(always)]
 pub(super) unsafe fn text<'a>(name: *const c_char) -> Cow<'a, str> {
     if name.is_null() {
         return Cow::Borrowed("");
@@ -121,15 +122,21 @@ pub(super) unsafe fn text<'a>(name: *const c_char) -> Cow<'a, str> {
 ///
 /// # Safety
 /// `data` is NULL or has `count` valid entries.
+#[inline(always)]
 pub(super) unsafe fn array<'a, T>(data: *const T, count: usize, what: &str) -> Result<&'a [T]> {
     if count == 0 {
         return Ok(&[]);
     }
     if data.is_null() || !data.is_aligned() {
-        return Err(Error::Invalid(format!("{what} is NULL or misaligned")));
+        return Err(misaligned(what));
     }
     // SAFETY: the caller's promise.
     Ok(unsafe { slice::from_raw_parts(data, count) })
+}
+
+#[cold]
+fn misaligned(what: &str) -> Error {
+    Error::Invalid(format!("{what} is NULL or misaligned"))
 }
 
 /// Converts an array of buffers to tensors.
@@ -221,12 +228,19 @@ pub(super) unsafe fn sized<'a, T: Copy>(structure: *const T, required: usize, na
     // SAFETY: the caller's promise.
     unsafe {
         let size = *reference(structure.cast::<usize>(), name)?;
-        if size < required {
-            return Err(Error::Invalid(format!("size is {size}; set it to sizeof(dl_comm_{name}_t)")));
-        }
-        if size >= size_of::<T>() {
-            return Ok(Given::Whole(&*structure));
-        }
+        if size >= size_of::<T>() { Ok(Given::Whole(&*structure)) } else { older(structure, size, required, name) }
+    }
+}
+
+/// # Safety
+/// As for [`sized`].
+#[cold]
+unsafe fn older<'a, T: Copy>(structure: *const T, size: usize, required: usize, name: &str) -> Result<Given<'a, T>> {
+    if size < required {
+        return Err(Error::Invalid(format!("size is {size}; set it to sizeof(dl_comm_{name}_t)")));
+    }
+    // SAFETY: the caller's promise.
+    unsafe {
         let mut copy = Box::new(std::mem::zeroed::<T>());
         ptr::copy_nonoverlapping(structure.cast::<u8>(), (&raw mut *copy).cast(), size);
         Ok(Given::Older(copy))
@@ -255,16 +269,25 @@ impl<T> std::ops::Deref for Given<'_, T> {
 
 /// # Safety
 /// `pointer` is NULL or valid.
+#[inline(always)]
 pub(super) unsafe fn reference<'a, T>(pointer: *const T, what: &str) -> Result<&'a T> {
     // SAFETY: the caller's promise.
-    unsafe { pointer.as_ref() }.ok_or_else(|| Error::Invalid(format!("{what} is NULL")))
+    match unsafe { pointer.as_ref() } {
+        Some(reference) => Ok(reference),
+        None => Err(null(what)),
+    }
+}
+
+#[cold]
+fn null(what: &str) -> Error {
+    Error::Invalid(format!("{what} is NULL"))
 }
 
 /// # Safety
 /// `place` is NULL or valid.
 pub(super) unsafe fn store<T>(place: *mut T, value: T, what: &str) -> Result<()> {
     if place.is_null() {
-        return Err(Error::Invalid(format!("{what} is NULL")));
+        return Err(null(what));
     }
     // SAFETY: the caller's promise.
     unsafe { place.write(value) };

@@ -12,8 +12,9 @@ use super::functions::{free, status};
 use super::groups::CGroup;
 use crate::error::{Error, Result};
 use crate::group::{CallHandle, CallOptions, OnComplete};
+use crate::p2p::Transfer;
 use crate::runtime::collectives::{self, Request, SmallCall};
-use crate::runtime::point_to_point::Transfer;
+use crate::runtime::point_to_point;
 
 /// `dl_comm_work_t` of `dl_comm.h`.
 pub enum CWork {
@@ -158,7 +159,7 @@ pub unsafe extern "C" fn dl_comm_test(work: *const CWork, ended: *mut c_int) -> 
     status(|| unsafe {
         let result = match reference(work, "work")? {
             CWork::Call(handle) => handle.test(),
-            CWork::Message(transfer) => transfer.test()?.map(|result| result.map(drop)),
+            CWork::Message(transfer) => point_to_point::test(transfer)?.map(|result| result.map(drop)),
         };
         store(ended, c_int::from(result.is_some()), "ended")?;
         result.unwrap_or(Ok(()))
@@ -175,7 +176,7 @@ pub unsafe extern "C" fn dl_comm_wait(work: *const CWork, timeout: f64) -> c_int
     // SAFETY: the caller's promise.
     status(|| match unsafe { reference(work, "work") }? {
         CWork::Call(handle) => collectives::wait_for(handle, timeout),
-        CWork::Message(transfer) => transfer.wait(timeout).map(drop),
+        CWork::Message(transfer) => point_to_point::wait(transfer, timeout).map(drop),
     })
 }
 

@@ -1,17 +1,18 @@
 //! C API of send and receive.
 
-use std::borrow::Cow;
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::offset_of;
 use std::ptr;
 
-use super::arguments::{CBuffer, Views, number, reference, sized, store, text, to_timeout, views};
+use super::arguments::{CBuffer, Given, array, number, reference, sized, store, text, to_timeout};
 use super::collectives::{CWork, Callback};
 use super::functions::status;
 use super::groups::CGroup;
+use crate::buffer::Buffer;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::MessageOptions;
-use crate::p2p::{Status, Then};
+use crate::p2p::{Spans, Status, Then};
 use crate::runtime::point_to_point;
 
 /// `dl_comm_message_t`; see `dl_comm.h` for the contract.
@@ -59,21 +60,22 @@ impl CStatus {
 }
 
 impl CMessage {
-    /// The options; puts the tensors into `list` and the text of the name into `name`.
+    /// Adds the memory of the tensors to `spans`: a message that moves would be slower.
     ///
     /// # Safety
     /// The pointers are valid.
-    unsafe fn read<'a, 'n>(
-        &self,
-        sends: bool,
-        list: &mut Views<'a>,
-        name: &'n mut Cow<'a, str>,
-    ) -> Result<MessageOptions<'n>> {
+    #[inline(always)]
+    unsafe fn add_to(&self, spans: &mut Spans, sends: bool) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe {
-            views(self.buffers, self.count, list)?;
-            *name = text(self.name);
+        for buffer in unsafe { array(self.buffers, self.count, "the list of buffers") }? {
+            let &CBuffer { src, dst, length, dtype, .. } = buffer;
+            spans.add_buffer(&Buffer::new(src.cast(), dst.cast(), length, DType::from_code(dtype)?), sends)?;
         }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn options<'n>(&self, sends: bool, name: &'n str) -> Result<MessageOptions<'n>> {
         let options = MessageOptions::from_codes(sends, self.peer, self.tag, name, to_timeout(self.timeout))?;
         Ok(MessageOptions { exact: self.exact != 0, ..options })
     }
@@ -82,6 +84,30 @@ impl CMessage {
         let callback = Callback { done: self.done?, context: self.context };
         Some(Box::new(move |result| callback.call(&result.map(drop))))
     }
+}
+
+/// The structure of a caller, as this version knows it.
+///
+/// # Safety
+/// As for [`sized`].
+#[inline(always)]
+unsafe fn given<'a>(message: *const CMessage) -> Result<Given<'a, CMessage>> {
+    // SAFETY: the caller's promise.
+    unsafe { sized(message, offset_of!(CMessage, done), "message") }
+}
+
+/// As `given`, for a call that ends with the message.
+///
+/// # Safety
+/// As for [`sized`].
+#[inline(always)]
+unsafe fn given_blocking<'a>(message: *const CMessage) -> Result<Given<'a, CMessage>> {
+    // SAFETY: the caller's promise.
+    let given = unsafe { given(message) }?;
+    if given.done.is_some() {
+        return Err(Error::Invalid("dl_comm_sendrecv calls no `done`; use dl_comm_send and dl_comm_receive".into()));
+    }
+    Ok(given)
 }
 
 /// `dl_comm_send` of `dl_comm.h`.
@@ -93,10 +119,11 @@ pub unsafe extern "C" fn dl_comm_send(group: *const CGroup, message: *const CMes
     // SAFETY: the caller's promise.
     status(|| unsafe {
         store(work, ptr::null_mut(), "work")?;
-        let (group, message) = (&reference(group, "group")?.0, sized(message, offset_of!(CMessage, done), "message")?);
-        let (mut list, mut name) = (Views::new(), Cow::default());
-        let options = message.read(true, &mut list, &mut name)?;
-        let sent = point_to_point::send(group, &list, options, message.then())?;
+        let (group, message) = (&reference(group, "group")?.0, given(message)?);
+        let name = text(message.name);
+        let (options, mut from) = (message.options(true, &name)?, Spans::default());
+        message.add_to(&mut from, true)?;
+        let sent = point_to_point::send(group, from, &options, message.then())?;
         store(work, Box::into_raw(Box::new(CWork::Message(sent))), "work")
     })
 }
@@ -114,10 +141,11 @@ pub unsafe extern "C" fn dl_comm_receive(
     // SAFETY: the caller's promise.
     status(|| unsafe {
         store(work, ptr::null_mut(), "work")?;
-        let (group, message) = (&reference(group, "group")?.0, sized(message, offset_of!(CMessage, done), "message")?);
-        let (mut list, mut name) = (Views::new(), Cow::default());
-        let options = message.read(false, &mut list, &mut name)?;
-        let received = point_to_point::receive(group, &list, options, message.then())?;
+        let (group, message) = (&reference(group, "group")?.0, given(message)?);
+        let name = text(message.name);
+        let (options, mut into) = (message.options(false, &name)?, Spans::default());
+        message.add_to(&mut into, false)?;
+        let received = point_to_point::receive(group, into, &options, message.then())?;
         store(work, Box::into_raw(Box::new(CWork::Message(received))), "work")
     })
 }
@@ -133,7 +161,8 @@ pub unsafe extern "C" fn dl_comm_work_status(work: *const CWork, result: *mut CS
         let CWork::Message(transfer) = reference(work, "work")? else {
             return Err(Error::Invalid("only a send or receive has a status".into()));
         };
-        let ended = transfer.test()?.ok_or_else(|| Error::State("the send or receive has not ended".into()))?;
+        let ended =
+            point_to_point::test(transfer)?.ok_or_else(|| Error::State("the send or receive has not ended".into()))?;
         store(result, CStatus::of(ended?)?, "status")
     })
 }
@@ -152,32 +181,27 @@ pub unsafe extern "C" fn dl_comm_sendrecv(
     // SAFETY: the caller's promise.
     status(|| unsafe {
         let group = &reference(group, "group")?.0;
-        let read = |message: *const CMessage| match message.is_null() {
-            true => Ok(None),
-            false => match sized(message, offset_of!(CMessage, done), "message")? {
-                given if given.done.is_some() => {
-                    Err(Error::Invalid("dl_comm_sendrecv calls no `done`; use dl_comm_send and dl_comm_receive".into()))
-                }
-                given => Ok(Some(given)),
-            },
-        };
-        let (send, receive) = (read(send)?, read(receive)?);
-        let (mut from, mut into) = (Views::new(), Views::new());
-        let (mut send_name, mut receive_name) = (Cow::default(), Cow::default());
-        let send = match &send {
-            Some(message) => Some(message.read(true, &mut from, &mut send_name)?),
-            None => None,
-        };
-        let receive = match &receive {
-            Some(message) => Some(message.read(false, &mut into, &mut receive_name)?),
-            None => None,
-        };
-        let send = send.map(|options| (&from[..], options));
-        let receive = receive.map(|options| (&into[..], options));
-        let received = point_to_point::send_receive(group, send, receive)?;
-        match received {
-            Some(received) if !result.is_null() => store(result, CStatus::of(received)?, "status"),
-            _ => Ok(()),
+        if send.is_null() && receive.is_null() {
+            return Ok(());
         }
+        if receive.is_null() {
+            let send = given_blocking(send)?;
+            let (name, mut from) = (text(send.name), Spans::default());
+            send.add_to(&mut from, true)?;
+            return point_to_point::send_now(group, from, &send.options(true, &name)?);
+        }
+        let receive = given_blocking(receive)?;
+        let (name, mut into) = (text(receive.name), Spans::default());
+        receive.add_to(&mut into, false)?;
+        let options = receive.options(false, &name)?;
+        let received = if send.is_null() {
+            point_to_point::receive_now(group, into, &options)?
+        } else {
+            let send = given_blocking(send)?;
+            let (name, mut from) = (text(send.name), Spans::default());
+            send.add_to(&mut from, true)?;
+            point_to_point::exchange(group, (from, &send.options(true, &name)?), (into, &options))?
+        };
+        if result.is_null() { Ok(()) } else { store(result, CStatus::of(received)?, "status") }
     })
 }

@@ -29,6 +29,10 @@ impl Scope for GroupState {
         self.members.of_world(world)
     }
 
+    fn has_failed(&self) -> bool {
+        self.has_failed()
+    }
+
     fn failure(&self) -> Option<Error> {
         self.failure()
     }

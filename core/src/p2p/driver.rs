@@ -60,6 +60,8 @@ pub struct Shared {
     /// Threads that want the state; the driver lets them have it.
     wanting: AtomicUsize,
     driver: AtomicU32,
+    /// Whether the thread looks for work.
+    awake: AtomicBool,
     /// Callers that wait while another thread drives.
     waiters: AtomicUsize,
     gate: Mutex<Gate>,
@@ -87,6 +89,7 @@ impl Shared {
             awaiting: AtomicBool::new(false),
             wanting: AtomicUsize::new(0),
             driver: AtomicU32::new(NOBODY),
+            awake: AtomicBool::new(false),
             waiters: AtomicUsize::new(0),
             gate: Mutex::default(),
             changed: Condvar::new(),
@@ -100,20 +103,28 @@ impl Shared {
         header(&*self.memory, self.memory.me())
     }
 
+    #[inline]
+    fn lock_state(&self) -> MutexGuard<'_, State> {
+        self.state.try_lock().unwrap_or_else(|_| {
+            self.wanting.fetch_add(1, Ordering::Relaxed);
+            let state = lock(&self.state);
+            self.wanting.fetch_sub(1, Ordering::Relaxed);
+            state
+        })
+    }
+
+    /// Changes the state so that there are no results and the network has no more to do.
+    #[inline]
+    pub fn with_state<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        change(&mut self.lock_state())
+    }
+
     /// Changes the state, then gives out the results. `new`: sends and receives that `change` starts.
     pub fn with<T>(&self, new: usize, change: impl FnOnce(&mut State) -> T) -> T {
         if new > 0 {
-            self.pending.fetch_add(new, Ordering::Relaxed);
+            self.pending.fetch_add(new, Ordering::SeqCst);
         }
-        let mut state = match self.state.try_lock() {
-            Ok(state) => state,
-            Err(_) => {
-                self.wanting.fetch_add(1, Ordering::Relaxed);
-                let state = lock(&self.state);
-                self.wanting.fetch_sub(1, Ordering::Relaxed);
-                state
-            }
-        };
+        let mut state = self.lock_state();
         let awaited_network = state.awaits_network();
         let result = change(&mut state);
         let naps = state.awaits_network() && !awaited_network;
@@ -128,7 +139,7 @@ impl Shared {
     fn give_out(&self, mut state: MutexGuard<'_, State>) -> bool {
         for (place, value) in [(&self.sending, state.has_open_sends()), (&self.awaiting, state.awaits_network())] {
             if value != place.load(Ordering::Relaxed) {
-                place.store(value, Ordering::Relaxed);
+                place.store(value, Ordering::SeqCst);
             }
         }
         if state.finished.is_empty() {
@@ -167,18 +178,19 @@ impl Shared {
         self.give_out(state) || moved
     }
 
-    /// Receives a short message of local rank `from` that is there or comes soon, without a request. `None`: the receive
-    /// must be posted. For a caller that waits.
+    /// Receives a short message of local rank `from` that is there or, if the caller `waits`, comes soon, without a
+    /// request. `None`: the receive must be posted.
     ///
     /// # Safety
     /// The memory of the receive is valid.
-    pub unsafe fn receive_short(&self, from: usize, receive: &ShortReceive<'_>) -> Option<(u32, usize)> {
+    pub unsafe fn receive_short(&self, from: usize, receive: &ShortReceive<'_>, waits: bool) -> Option<(u32, usize)> {
         // A driver may sleep; and what is under way needs progress.
         if self.driver.load(Ordering::Relaxed) != NOBODY || self.pending.load(Ordering::Relaxed) > 0 {
             return None;
         }
         let mut state = self.state.try_lock().ok().filter(|state| state.matching.is_empty(receive.context))?;
-        for _ in 0..self.spins.get(Waiter::Caller).min(SHORT_SPINS) {
+        let polls = if waits { self.spins.get(Waiter::Caller).min(SHORT_SPINS) } else { 1 };
+        for _ in 0..polls {
             // SAFETY: guaranteed by the caller.
             match unsafe { state.take_short(from, receive) } {
                 Short::Taken { tag, bytes } => return Some((tag, bytes)),
@@ -316,12 +328,13 @@ impl Shared {
 
     /// Whether somebody must make progress.
     fn has_work(&self) -> bool {
-        self.pending.load(Ordering::Relaxed) > 0 || self.sending.load(Ordering::Relaxed)
+        self.pending.load(Ordering::SeqCst) > 0 || self.sending.load(Ordering::SeqCst)
     }
 
     /// Makes sure that somebody makes progress while sends or receives are under way.
     pub fn ensure_thread(self: &Arc<Shared>) {
-        if !self.has_work() {
+        // Either this sees that the thread is about to sleep or end, or the thread sees the work.
+        if !self.has_work() || self.awake.load(Ordering::SeqCst) {
             return;
         }
         let mut gate = lock(&self.gate);
@@ -332,7 +345,10 @@ impl Shared {
         } else if !self.closed.load(Ordering::Relaxed) {
             let shared = Arc::clone(self);
             match Builder::new().name("dlcomm-p2p".to_owned()).spawn(move || shared.run_thread()) {
-                Ok(thread) => gate.thread = Some(thread),
+                Ok(thread) => {
+                    gate.thread = Some(thread);
+                    self.awake.store(true, Ordering::SeqCst);
+                }
                 // Callers that wait make progress themselves.
                 Err(error) => log_line(&Error::system("starting a thread", error).to_string()),
             }
@@ -349,6 +365,11 @@ impl Shared {
             let has_work = self.has_work();
             idle_looks = if has_work { 0 } else { idle_looks + 1 };
             if idle_looks > LOOKS {
+                self.awake.store(false, Ordering::SeqCst);
+                if self.has_work() {
+                    self.awake.store(true, Ordering::SeqCst);
+                    continue;
+                }
                 gate.idle = true;
                 let (mut gate, waited) =
                     self.thread_changed.wait_timeout(gate, IDLE).unwrap_or_else(PoisonError::into_inner);
@@ -358,6 +379,7 @@ impl Shared {
                     drop(gate.thread.take());
                     return;
                 }
+                self.awake.store(true, Ordering::SeqCst);
                 idle_looks = 0;
                 continue;
             }

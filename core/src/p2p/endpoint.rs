@@ -2,6 +2,7 @@
 //!
 //! Thread rule: any thread may use an [`Endpoint`].
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -10,11 +11,11 @@ use super::driver::Shared;
 use super::incoming::Receive;
 use super::matching::Pattern;
 use super::message::{Limits, Scope, Spans, Status};
-use super::outgoing::{Send, send_short};
+use super::outgoing::Send;
 use super::progress::{Peers, ShortReceive, State};
 use super::remote::{Hosts, Remote};
 use super::remote_progress::closed;
-use super::request::{Request, Then};
+use super::request::{Request, Then, Transfer};
 use super::routes::{GroupRoutes, Route};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -73,7 +74,7 @@ impl Message<'_> {
         Limits {
             scope: Arc::clone(self.group.scope()),
             name: self.name.to_owned(),
-            since: Instant::now(),
+            since: Cell::default(),
             deadline: self.deadline,
         }
     }
@@ -108,6 +109,7 @@ impl Endpoint {
         GroupRoutes::new(scope, &self.peers, self.peers.world[self.memory.me()], self.has_network)
     }
 
+    #[inline]
     fn check(&self, message: &Message<'_>) -> Result<()> {
         if self.shared.closed.load(Ordering::Relaxed) {
             return Err(closed());
@@ -115,10 +117,12 @@ impl Endpoint {
         if signals::checking() {
             return Err(Error::State("the signal check of dl_comm must not send or receive".into()));
         }
-        message.group.scope().failure().map_or(Ok(()), Err)
+        let scope = message.group.scope();
+        if scope.has_failed() { scope.failure().map_or(Ok(()), Err) } else { Ok(()) }
     }
 
     /// Where a send goes, and what its cell says.
+    #[inline]
     fn route(&self, message: &Message<'_>, len: usize) -> Result<Outbound> {
         self.check(message)?;
         let (Some(to), Some(tag)) = (message.peer, message.tag) else {
@@ -133,6 +137,7 @@ impl Endpoint {
     ///
     /// # Safety
     /// The memory of `from` is valid.
+    #[inline]
     unsafe fn send_at_once(&self, message: &Message<'_>, sent: &Outbound, from: &Spans) -> Result<bool> {
         let Outbound { route, envelope, .. } = *sent;
         let Route::Local(to) = route else {
@@ -146,11 +151,8 @@ impl Endpoint {
         if to == self.memory.me() || from.len() > CELL_BYTES {
             return Ok(false);
         }
-        self.shared.with(0, |state| {
-            let (outgoing, mailbox) = state.outgoing(to);
-            // SAFETY: guaranteed by the caller.
-            Ok(!outgoing.has_queue() && unsafe { send_short(mailbox, to, envelope, from) }?)
-        })
+        // SAFETY: guaranteed by the caller.
+        self.shared.with_state(|state| unsafe { state.send_short(to, envelope, from) })
     }
 
     /// Starts a send. Does not block.
@@ -160,20 +162,19 @@ impl Endpoint {
     ///
     /// # Safety
     /// The memory of `from` is valid and not written until the send has ended.
-    pub unsafe fn send(&self, message: &Message<'_>, from: Spans, then: Option<Then>) -> Result<Arc<Request>> {
+    pub unsafe fn send(self: &Arc<Self>, message: &Message<'_>, from: Spans, then: Option<Then>) -> Result<Transfer> {
         let sent = self.route(message, from.len())?;
-        let request = Arc::new(Request::new(then));
         // SAFETY: guaranteed by the caller.
         if unsafe { self.send_at_once(message, &sent, &from) }? {
-            request.finish(Ok(sent.status(message)));
             if self.has_network {
                 self.shared.ensure_thread();
             }
-            return Ok(request);
+            return Ok(ended(sent.status(message), then));
         }
+        let request = Arc::new(Request::new(then));
         self.start_send(&request, &sent, message, from);
         self.shared.ensure_thread();
-        Ok(request)
+        Ok(Transfer::Started(Arc::clone(self), request))
     }
 
     fn start_send(&self, request: &Arc<Request>, sent: &Outbound, message: &Message<'_>, from: Spans) {
@@ -192,16 +193,26 @@ impl Endpoint {
     ///
     /// # Safety
     /// The memory of `into` is valid and used by nobody else until the receive has ended.
-    pub unsafe fn receive(&self, message: &Message<'_>, into: Spans, then: Option<Then>) -> Result<Arc<Request>> {
+    pub unsafe fn receive(
+        self: &Arc<Self>,
+        message: &Message<'_>,
+        into: Spans,
+        then: Option<Then>,
+    ) -> Result<Transfer> {
         self.check_receive(message)?;
+        // SAFETY: guaranteed by the caller.
+        if let Some(status) = unsafe { self.receive_short(message, &into, false) } {
+            return Ok(ended(status, then));
+        }
         let request = self.start_receive(message, into, then);
         if request.result().is_none() {
             self.shared.ensure_thread();
         }
-        Ok(request)
+        Ok(Transfer::Started(Arc::clone(self), request))
     }
 
     /// Whether a receive can start.
+    #[inline]
     fn check_receive(&self, message: &Message<'_>) -> Result<()> {
         self.check(message)?;
         message.peer.map_or(Ok(()), |peer| message.group.to(peer, "receive from").map(drop))
@@ -222,12 +233,12 @@ impl Endpoint {
         request
     }
 
-    /// Receives a short message from a rank of this host that is there or comes soon.
+    /// Receives a short message from a rank of this host that is there or, if `waits`, comes soon.
     ///
     /// # Safety
     /// The memory of `into` is valid.
     #[inline]
-    unsafe fn receive_short(&self, message: &Message<'_>, into: &Spans) -> Option<Status> {
+    unsafe fn receive_short(&self, message: &Message<'_>, into: &Spans, waits: bool) -> Option<Status> {
         let Message { group, peer, tag, exact, .. } = *message;
         let source = peer?;
         let Ok(Route::Local(from)) = group.to(source, "") else { return None };
@@ -237,7 +248,7 @@ impl Endpoint {
         }
         let receive = ShortReceive { context: group.context(), tag, into, exact };
         // SAFETY: guaranteed by the caller.
-        let (tag, bytes) = unsafe { self.shared.receive_short(from, &receive) }?;
+        let (tag, bytes) = unsafe { self.shared.receive_short(from, &receive, waits) }?;
         Some(Status { source, tag, bytes })
     }
 
@@ -281,7 +292,7 @@ impl Endpoint {
     /// As for [`Endpoint::receive_now`].
     unsafe fn receive_checked(&self, message: &Message<'_>, into: Spans) -> Result<Status> {
         // SAFETY: guaranteed by the caller.
-        if let Some(status) = unsafe { self.receive_short(message, &into) } {
+        if let Some(status) = unsafe { self.receive_short(message, &into, true) } {
             return Ok(status);
         }
         self.wait(&self.start_receive(message, into, None), None)
@@ -336,9 +347,9 @@ impl Endpoint {
         if let Some(result) = request.result() {
             return result.clone();
         }
-        let since = Instant::now();
-        let interrupted = std::cell::Cell::new(false);
-        let is_over = || timeout.is_some_and(|timeout| since.elapsed() >= timeout);
+        let limit = timeout.map(|timeout| (Instant::now(), timeout));
+        let interrupted = Cell::new(false);
+        let is_over = || limit.is_some_and(|(since, timeout)| since.elapsed() >= timeout);
         let ended = || request.result().is_some() || interrupted.get();
         let ended_or_over = || ended() || is_over();
         let check = || {
@@ -391,6 +402,14 @@ impl Endpoint {
             remote.take_departures();
         }
     }
+}
+
+/// A send or receive that ended at once.
+fn ended(status: Status, then: Option<Then>) -> Transfer {
+    if let Some(then) = then {
+        then(Ok(status));
+    }
+    Transfer::Ended(status)
 }
 
 impl Drop for Endpoint {

@@ -1,10 +1,12 @@
 //! Messages: what a send and a receive are told, and what a receive learns.
 
+use std::cell::Cell;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use crate::buffer::Buffer;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result as CoreResult};
 use crate::stream_copy::stream_copy;
@@ -32,6 +34,10 @@ pub trait Scope: Send + Sync {
     fn to_world(&self, rank: usize) -> usize;
     /// The rank in the group of a world rank.
     fn of_world(&self, world: usize) -> Option<usize>;
+    /// Whether the group has ended. Quick.
+    fn has_failed(&self) -> bool {
+        self.failure().is_some()
+    }
     /// The failure that ended the group, if one did.
     fn failure(&self) -> Option<Error>;
 }
@@ -42,8 +48,8 @@ pub struct Limits {
     pub scope: Arc<dyn Scope>,
     /// Its name; may be empty.
     pub name: String,
-    /// When it was started.
-    pub since: Instant,
+    /// When its deadline was first checked: a clock at every start would cost more than a short message.
+    pub(super) since: Cell<Option<Instant>>,
     /// The deadline.
     pub deadline: Deadline,
 }
@@ -56,9 +62,16 @@ impl Limits {
         format!("{what}{name} ({tag}) {peer} in {}", self.scope.name())
     }
 
+    /// The time since the first call of this.
+    pub fn waited(&self, now: Instant) -> Duration {
+        let since = self.since.get().unwrap_or(now);
+        self.since.set(Some(since));
+        now.saturating_duration_since(since)
+    }
+
     /// Whether the deadline has passed.
     pub fn is_over(&self, now: Instant) -> bool {
-        self.deadline.is_over(now.saturating_duration_since(self.since))
+        self.deadline.is_over(self.waited(now))
     }
 }
 
@@ -80,13 +93,31 @@ pub struct Spans {
 unsafe impl Send for Spans {}
 
 impl Spans {
+    /// Adds the source of a tensor that is sent, or the destination of one that is received.
+    ///
+    /// # Errors
+    /// Those of the buffer's checks; as for [`Spans::add`].
+    #[inline(always)]
+    pub fn add_buffer(&mut self, buffer: &Buffer, sends: bool) -> CoreResult<()> {
+        if sends {
+            buffer.check_source()?;
+        } else {
+            buffer.check_destination_of(buffer.len())?;
+        }
+        let start = if sends { buffer.source_at(0).cast_mut() } else { buffer.dst() };
+        self.add(start, buffer.len() * buffer.dtype().size())
+    }
+
     /// Adds `len` bytes at `start`.
     ///
     /// # Errors
     /// [`Error::Invalid`] if there are more bytes than memory can have.
+    #[inline(always)]
     pub fn add(&mut self, start: *mut u8, len: usize) -> CoreResult<()> {
-        let total = self.len.checked_add(len).filter(|&total| total <= isize::MAX as usize);
-        self.len = total.ok_or_else(|| Error::Invalid("the message is longer than memory can be".into()))?;
+        match self.len.checked_add(len) {
+            Some(total) if total <= isize::MAX as usize => self.len = total,
+            _ => return Err(too_long()),
+        }
         if len > 0 {
             self.spans.push(Span { start, len });
         }
@@ -190,6 +221,11 @@ impl Spans {
             offset += span.len;
         }
     }
+}
+
+#[cold]
+fn too_long() -> Error {
+    Error::Invalid("the message is longer than memory can be".into())
 }
 
 /// A message of this size is not read soon from the caches. As in [`crate::stream_copy`].

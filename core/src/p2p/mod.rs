@@ -24,5 +24,5 @@ pub use endpoint::{Endpoint, Message};
 pub use message::{Limits, Scope, Spans, Status};
 pub use progress::Peers;
 pub use remote::Hosts;
-pub use request::{Request, Then};
+pub use request::{Request, Then, Transfer};
 pub use routes::GroupRoutes;

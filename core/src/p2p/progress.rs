@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::incoming::{Body, Early, IncomingFrom, Receive, change};
 use super::matching::{Matching, Pattern};
 use super::message::{Limits, Spans, Status};
-use super::outgoing::{Finished, Outgoing, Send};
+use super::outgoing::{Finished, Outgoing, Send, send_short};
 use super::remote::{Arrival, Remote};
 use super::request::Request;
 use crate::error::{Error, Result};
@@ -106,10 +106,17 @@ impl State {
         }
     }
 
-    /// The messages to `rank`, and the mailbox.
+    /// Sends a short message to another rank, if it need not wait.
+    ///
+    /// # Errors
+    /// Those of [`send_short`].
+    ///
+    /// # Safety
+    /// As for [`send_short`].
     #[inline]
-    pub fn outgoing(&mut self, rank: usize) -> (&Outgoing, &mut Mailbox) {
-        (&self.outgoing[rank], &mut self.mailbox)
+    pub unsafe fn send_short(&mut self, to: usize, envelope: Envelope, from: &Spans) -> Result<bool> {
+        // SAFETY: guaranteed by the caller.
+        Ok(!self.outgoing[to].has_queue() && unsafe { send_short(&mut self.mailbox, to, envelope, from) }?)
     }
 
     /// Starts a send.
@@ -391,7 +398,7 @@ impl State {
         let mut awaited = Vec::new();
         let receives = matching.fail_receives(|pattern, receive| {
             let limits = &receive.limits;
-            let waited = now.saturating_duration_since(limits.since);
+            let waited = limits.waited(now);
             if receive.awaits_network && waited >= GREET_AFTER && closing.is_none() {
                 match pattern.source {
                     Some(source) => awaited.push(source),
@@ -484,7 +491,7 @@ pub(super) fn failure(
         return Some(Error::Network(format!("{}, in the {}", error.detail(), describe())));
     }
     limits.is_over(now).then(|| {
-        let waited = now.saturating_duration_since(limits.since).as_secs_f64();
+        let waited = limits.waited(now).as_secs_f64();
         let set_by = limits.deadline.set_by;
         Error::Timeout(format!("the {} was not complete after {waited:.1} s ({set_by})", describe()))
     })

@@ -4,46 +4,18 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::state::{check_fork, started};
-use crate::buffer::View;
 use crate::error::Result;
 use crate::group::{Group, MessageOptions, Messenger};
 use crate::group_key::Members;
 use crate::lock::lock;
 use crate::log::log_line;
-use crate::p2p::{Endpoint, Hosts, Peers, Request, Status, Then};
+use crate::p2p::{Endpoint, Hosts, Peers, Spans, Status, Then, Transfer};
 use crate::transport::job::Job;
 use crate::transport::mailbox::memory::ArenaMemory;
 use crate::transport::spin::MaxSpins;
 
 /// The end of this process's mailboxes.
 static ENDPOINT: Mutex<Option<Arc<Endpoint>>> = Mutex::new(None);
-
-/// A started send or receive, with what makes its progress.
-#[derive(Clone)]
-pub struct Transfer {
-    endpoint: Arc<Endpoint>,
-    request: Arc<Request>,
-}
-
-impl Transfer {
-    /// The result, if it has ended. Does not block.
-    ///
-    /// # Errors
-    /// In a forked child.
-    pub fn test(&self) -> Result<Option<Result<Status>>> {
-        check_fork()?;
-        Ok(self.endpoint.test(&self.request))
-    }
-
-    /// Waits for the result, as [`Endpoint::wait`].
-    ///
-    /// # Errors
-    /// Those of the send or receive, and of the wait.
-    pub fn wait(&self, timeout: Option<Duration>) -> Result<Status> {
-        check_fork()?;
-        self.endpoint.wait(&self.request, timeout)
-    }
-}
 
 fn endpoint() -> Result<Arc<Endpoint>> {
     let mut place = lock(&ENDPOINT);
@@ -69,6 +41,7 @@ fn make_endpoint(job: &Arc<Job>) -> Result<Endpoint> {
         .inspect(Endpoint::show_process)
 }
 
+#[inline(always)]
 fn messenger(group: &Group) -> Result<&Messenger> {
     check_fork()?;
     group.messenger(endpoint)
@@ -104,56 +77,97 @@ pub(super) fn close(job: &Arc<Job>, answers: bool) -> Closed {
     Closed(endpoint)
 }
 
-/// Starts a send, as [`Group::send`].
+/// Starts to send `from`, as [`Endpoint::send`].
 ///
 /// # Errors
-/// As for [`Group::send`]; if the process may not send.
+/// As for [`Endpoint::send`]; if the process may not send.
 ///
 /// # Safety
-/// As for [`Group::send`].
-pub unsafe fn send(
-    group: &Group,
-    views: &[View<'_>],
-    options: MessageOptions<'_>,
-    then: Option<Then>,
-) -> Result<Transfer> {
+/// As for [`Endpoint::send`].
+pub unsafe fn send(group: &Group, from: Spans, options: &MessageOptions<'_>, then: Option<Then>) -> Result<Transfer> {
     let messenger = messenger(group)?;
     // SAFETY: guaranteed by the caller.
-    let request = unsafe { group.send(messenger, views, options, then) }?;
-    Ok(Transfer { endpoint: Arc::clone(messenger.endpoint()), request })
+    unsafe { messenger.endpoint().send(&group.message(messenger, options), from, then) }
 }
 
-/// Starts a receive, as [`Group::receive`].
+/// Starts to receive into `into`, as [`Endpoint::receive`].
 ///
 /// # Errors
-/// As for [`Group::receive`]; if the process may not receive.
+/// As for [`Endpoint::receive`]; if the process may not receive.
 ///
 /// # Safety
-/// As for [`Group::receive`].
+/// As for [`Endpoint::receive`].
 pub unsafe fn receive(
     group: &Group,
-    views: &[View<'_>],
-    options: MessageOptions<'_>,
+    into: Spans,
+    options: &MessageOptions<'_>,
     then: Option<Then>,
 ) -> Result<Transfer> {
     let messenger = messenger(group)?;
     // SAFETY: guaranteed by the caller.
-    let request = unsafe { group.receive(messenger, views, options, then) }?;
-    Ok(Transfer { endpoint: Arc::clone(messenger.endpoint()), request })
+    unsafe { messenger.endpoint().receive(&group.message(messenger, options), into, then) }
 }
 
-/// Sends and receives, as [`Group::send_receive`].
+/// Sends `from`, as [`Endpoint::send_now`].
 ///
 /// # Errors
-/// As for [`Group::send_receive`]; if the process may not send and receive.
+/// As for [`Endpoint::send_now`]; if the process may not send.
 ///
 /// # Safety
-/// As for [`Group::send_receive`].
-pub unsafe fn send_receive(
-    group: &Group,
-    send: Option<(&[View<'_>], MessageOptions<'_>)>,
-    receive: Option<(&[View<'_>], MessageOptions<'_>)>,
-) -> Result<Option<Status>> {
+/// As for [`Endpoint::send_now`].
+#[inline(always)]
+pub unsafe fn send_now(group: &Group, from: Spans, options: &MessageOptions<'_>) -> Result<()> {
+    let messenger = messenger(group)?;
     // SAFETY: guaranteed by the caller.
-    unsafe { group.send_receive(messenger(group)?, send, receive) }
+    unsafe { messenger.endpoint().send_now(&group.message(messenger, options), from) }
+}
+
+/// Receives into `into`, as [`Endpoint::receive_now`].
+///
+/// # Errors
+/// As for [`Endpoint::receive_now`]; if the process may not receive.
+///
+/// # Safety
+/// As for [`Endpoint::receive_now`].
+#[inline(always)]
+pub unsafe fn receive_now(group: &Group, into: Spans, options: &MessageOptions<'_>) -> Result<Status> {
+    let messenger = messenger(group)?;
+    // SAFETY: guaranteed by the caller.
+    unsafe { messenger.endpoint().receive_now(&group.message(messenger, options), into) }
+}
+
+/// Sends and receives, as [`Endpoint::exchange`].
+///
+/// # Errors
+/// As for [`Endpoint::exchange`]; if the process may not send and receive.
+///
+/// # Safety
+/// As for [`Endpoint::exchange`].
+pub unsafe fn exchange(
+    group: &Group,
+    (from, send): (Spans, &MessageOptions<'_>),
+    (into, receive): (Spans, &MessageOptions<'_>),
+) -> Result<Status> {
+    let messenger = messenger(group)?;
+    let (send, receive) = (group.message(messenger, send), group.message(messenger, receive));
+    // SAFETY: guaranteed by the caller.
+    unsafe { messenger.endpoint().exchange((&send, from), (&receive, into)) }
+}
+
+/// The result of a send or receive, if it has ended, as [`Transfer::test`].
+///
+/// # Errors
+/// In a forked child.
+pub fn test(transfer: &Transfer) -> Result<Option<Result<Status>>> {
+    check_fork()?;
+    Ok(transfer.test())
+}
+
+/// Waits for a send or receive, as [`Transfer::wait`].
+///
+/// # Errors
+/// As for [`Transfer::wait`]; in a forked child.
+pub fn wait(transfer: &Transfer, timeout: Option<Duration>) -> Result<Status> {
+    check_fork()?;
+    transfer.wait(timeout)
 }

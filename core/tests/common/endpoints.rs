@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use dl_comm_core::deadline::{Deadline, SetBy};
 use dl_comm_core::error::{Error, Result};
-use dl_comm_core::p2p::{Endpoint, GroupRoutes, Hosts, Message, Peers, Request, Scope, Spans, Status};
+use dl_comm_core::p2p::{Endpoint, GroupRoutes, Hosts, Message, Peers, Scope, Spans, Status, Transfer};
 use dl_comm_core::transport::in_process_messages::ThreadMessages;
 use dl_comm_core::transport::mailbox::memory::HeapMemory;
 use dl_comm_core::transport::shm_region::Liveness;
@@ -53,7 +53,7 @@ impl Liveness for Lost {
 }
 
 pub struct Rank {
-    pub endpoint: Endpoint,
+    pub endpoint: Arc<Endpoint>,
     pub routes: GroupRoutes,
     pub group: Arc<Group>,
 }
@@ -80,7 +80,7 @@ pub fn hosts_with(sizes: &[usize], shares: bool, lost: &Lost, networks: Vec<Thre
             let hosts = networks
                 .next()
                 .map(|network| Hosts { network: Box::new(network), lost: Box::new(move |rank| far.lost(rank)) });
-            let endpoint = Endpoint::new(Arc::new(memory), peers, MaxSpins::equal(100), hosts).unwrap();
+            let endpoint = Arc::new(Endpoint::new(Arc::new(memory), peers, MaxSpins::equal(100), hosts).unwrap());
             ranks.push(Rank { routes: endpoint.routes(scope), endpoint, group });
         }
     }
@@ -104,24 +104,28 @@ pub fn world(ranks: usize, shares: bool) -> Vec<Rank> {
 }
 
 pub fn spans(data: &[u8]) -> Spans {
+    spans_at(data.as_ptr().cast_mut(), data.len())
+}
+
+pub fn spans_mut(data: &mut [u8]) -> Spans {
+    spans_at(data.as_mut_ptr(), data.len())
+}
+
+/// In one piece, or in several of odd lengths.
+fn spans_at(start: *mut u8, len: usize) -> Spans {
     let mut spans = Spans::default();
-    // In one piece, or in several of odd lengths.
-    let most = if data.len().is_multiple_of(2) { usize::MAX } else { 70_001 };
-    let mut rest = data;
-    while !rest.is_empty() {
-        let (piece, others) = rest.split_at(rest.len().min(most));
-        spans.add(piece.as_ptr().cast_mut(), piece.len()).unwrap();
-        rest = others;
+    let most = if len.is_multiple_of(2) { usize::MAX } else { 70_001 };
+    let mut at = 0;
+    while at < len {
+        let piece = (len - at).min(most);
+        spans.add(start.wrapping_add(at), piece).unwrap();
+        at += piece;
     }
     spans
 }
 
 pub fn deadline(after: Option<Duration>) -> Deadline {
     Deadline { after, set_by: SetBy::Call }
-}
-
-pub fn spans_mut(data: &mut [u8]) -> Spans {
-    spans(data)
 }
 
 impl Rank {
@@ -141,22 +145,18 @@ impl Rank {
         self.endpoint.routes(Arc::clone(scope) as Arc<dyn Scope>)
     }
 
-    pub fn start_send(&self, to: usize, tag: u32, data: &[u8]) -> Arc<Request> {
+    pub fn start_send(&self, to: usize, tag: u32, data: &[u8]) -> Transfer {
         // SAFETY: the tests keep the memory.
         unsafe { self.endpoint.send(&self.message(Some(to), Some(tag)), spans(data), None) }.unwrap()
     }
 
-    pub fn start_receive(&self, from: Option<usize>, tag: Option<u32>, data: &mut [u8]) -> Arc<Request> {
+    pub fn start_receive(&self, from: Option<usize>, tag: Option<u32>, data: &mut [u8]) -> Transfer {
         // SAFETY: as above.
         unsafe { self.endpoint.receive(&self.message(from, tag), spans_mut(data), None) }.unwrap()
     }
 
-    pub fn wait(&self, request: &Request) -> Result<Status> {
-        self.endpoint.wait(request, None)
-    }
-
     pub fn send(&self, to: usize, tag: u32, data: &[u8]) {
-        self.wait(&self.start_send(to, tag, data)).unwrap();
+        self.start_send(to, tag, data).wait(None).unwrap();
     }
 
     /// Receives in one call, which may find a short message before its receive is posted.
@@ -166,7 +166,7 @@ impl Rank {
     }
 
     pub fn receive(&self, from: Option<usize>, tag: Option<u32>, data: &mut [u8]) -> Result<Status> {
-        self.wait(&self.start_receive(from, tag, data))
+        self.start_receive(from, tag, data).wait(None)
     }
 }
 

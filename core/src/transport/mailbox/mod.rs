@@ -43,6 +43,9 @@ pub struct Inbox {
 /// The mailboxes of one rank with all ranks of its host.
 pub struct Mailbox {
     memory: Arc<dyn MailboxMemory>,
+    me: usize,
+    /// What the ranks show. In `memory`.
+    headers: Vec<&'static MailboxHeader>,
     outboxes: Vec<Option<Outbox>>,
     inboxes: Vec<Option<Inbox>>,
 }
@@ -57,8 +60,10 @@ impl Mailbox {
         if ranks > MAX_RANKS {
             return Err(Error::System(format!("a host of {ranks} ranks has more than {MAX_RANKS} mailboxes")));
         }
-        let none = |_| None;
-        Ok(Mailbox { memory, outboxes: (0..ranks).map(none).collect(), inboxes: (0..ranks).map(|_| None).collect() })
+        // SAFETY: the headers live as long as `memory`, which the mailbox keeps.
+        let headers = (0..ranks).map(|rank| unsafe { &*(&raw const *header(&*memory, rank)) }).collect();
+        let (outboxes, inboxes) = ((0..ranks).map(|_| None).collect(), (0..ranks).map(|_| None).collect());
+        Ok(Mailbox { me: memory.me(), memory, headers, outboxes, inboxes })
     }
 
     /// The memory.
@@ -70,18 +75,24 @@ impl Mailbox {
     ///
     /// # Errors
     /// [`Error::System`] if the shared memory is exhausted.
+    #[inline]
     pub fn outbox(&mut self, rank: usize) -> Result<&mut Outbox> {
-        let place = &mut self.outboxes[rank];
-        if place.is_none() {
-            let memory = self.memory.alloc(size_of::<Ring>())?;
-            // SAFETY: new memory of this size, never freed.
-            let ring = unsafe { Ring::create(memory) };
-            let offset = self.memory.offset_of(memory.addr()..memory.addr() + size_of::<Ring>());
-            let offset = offset.ok_or_else(|| Error::Internal("a ring is outside of the shared memory".into()))?;
-            header(&*self.memory, self.memory.me()).rings.0[rank].store(offset, Ordering::Release);
-            *place = Some(Outbox { ring: RingSender::new(ring), staging: None });
+        if self.outboxes[rank].is_none() {
+            self.make_outbox(rank)?;
         }
-        place.as_mut().ok_or_else(|| Error::Internal("no ring".into()))
+        self.outboxes[rank].as_mut().ok_or_else(|| Error::Internal("no ring".into()))
+    }
+
+    #[cold]
+    fn make_outbox(&mut self, rank: usize) -> Result<()> {
+        let memory = self.memory.alloc(size_of::<Ring>())?;
+        // SAFETY: new memory of this size, never freed.
+        let ring = unsafe { Ring::create(memory) };
+        let offset = self.memory.offset_of(memory.addr()..memory.addr() + size_of::<Ring>());
+        let offset = offset.ok_or_else(|| Error::Internal("a ring is outside of the shared memory".into()))?;
+        self.header(self.me).rings.0[rank].store(offset, Ordering::Release);
+        self.outboxes[rank] = Some(Outbox { ring: RingSender::new(ring), staging: None });
+        Ok(())
     }
 
     /// The staging area to `rank`; makes it if there is none.
@@ -110,7 +121,7 @@ impl Mailbox {
     #[inline]
     pub fn inbox(&mut self, rank: usize) -> Option<&mut Inbox> {
         if self.inboxes[rank].is_none() {
-            let offset = header(&*self.memory, rank).rings.0[self.memory.me()].load(Ordering::Acquire);
+            let offset = self.header(rank).rings.0[self.me].load(Ordering::Acquire);
             if offset == 0 {
                 return None;
             }
@@ -120,7 +131,7 @@ impl Mailbox {
             self.inboxes[rank] = Some(Inbox {
                 ring: RingReceiver::new(ring),
                 staging: None,
-                process: process_memory::readable(header(&*self.memory, rank)),
+                process: process_memory::readable(self.header(rank)),
             });
         }
         self.inboxes[rank].as_mut()
@@ -156,14 +167,15 @@ impl Mailbox {
     }
 
     /// What `rank` shows.
+    #[inline]
     pub fn header(&self, rank: usize) -> &MailboxHeader {
-        header(&*self.memory, rank)
+        self.headers[rank]
     }
 
     /// Tells `rank` that this rank has changed something in the memory that they share.
     #[inline]
     pub fn notify(&self, rank: usize) {
-        self.header(rank).give_notice(self.memory.me());
+        self.header(rank).give_notice(self.me);
     }
 }
 
