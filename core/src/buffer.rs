@@ -140,6 +140,12 @@ impl Buffer {
         address(elements.start)..address(elements.end)
     }
 
+    /// Whether `other` is the same memory of the same type.
+    #[inline]
+    pub fn is_same(&self, other: &Buffer) -> bool {
+        self.src == other.src && self.dst == other.dst && self.len == other.len && self.dtype == other.dtype
+    }
+
     /// Whether source and destination are the same address.
     pub fn is_in_place(&self) -> bool {
         self.src.addr() == self.dst.addr()

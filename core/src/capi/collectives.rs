@@ -83,11 +83,16 @@ impl Callback {
     }
 }
 
+#[cold]
+fn unknown_flags(flags: c_int) -> Error {
+    Error::Invalid(format!("flags is {flags}; this version of dl_comm knows none"))
+}
+
 impl CCall {
     #[inline(always)]
     fn request(&self) -> Result<Request> {
         if self.flags != 0 {
-            return Err(Error::Invalid(format!("flags is {}; this version of dl_comm knows none", self.flags)));
+            return Err(unknown_flags(self.flags));
         }
         Request::from_codes(self.collective, self.reduce, (self.prescale, self.postscale), self.root)
     }

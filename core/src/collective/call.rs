@@ -39,6 +39,8 @@ pub struct Call {
     producer: Option<Arc<CallerStream>>,
     /// Whether its memory is pinned for a GPU: the system may refuse copies to other processes.
     pinned: bool,
+    /// Whether [`Call::rebind_buffers`] has refused the memory that the tensors have now.
+    refused: bool,
 }
 
 /// The name of an absent call.
@@ -130,6 +132,7 @@ impl Call {
             schedule_position: String::new(),
             producer: None,
             pinned: false,
+            refused: false,
         };
         call.list_hash = call.hash_call();
         call.name += instance;
@@ -225,6 +228,7 @@ impl Call {
             schedule_position: self.schedule_position.clone(),
             producer: None,
             pinned: false,
+            refused: false,
         }
     }
 
@@ -252,6 +256,7 @@ impl Call {
             schedule_position: String::new(),
             producer: None,
             pinned: true,
+            refused: false,
         }
     }
 
@@ -416,14 +421,16 @@ impl Call {
         if !matches || !tower.iter().zip(views).all(|(tensor, view)| tensor.matches(view)) {
             return false;
         }
-        tower.iter_mut().zip(views).for_each(|(tensor, view)| tensor.buffer = view.buffer);
-        if let [tensor] = &tower[..]
-            && is_plain(op, &tensor.buffer, &self.config)
-        {
+        if !self.refused && tower.iter().zip(views).all(|(tensor, view)| tensor.buffer.is_same(&view.buffer)) {
             return true;
         }
-        tower.iter().all(|tensor| check_memory(op, &tensor.buffer, &self.counts, &self.config).is_ok())
-            && check_overlap(self.op, &self.replicas, &self.counts, &self.config).is_ok()
+        tower.iter_mut().zip(views).for_each(|(tensor, view)| tensor.buffer = view.buffer);
+        let is_plain = matches!(&tower[..], [tensor] if is_plain(op, &tensor.buffer, &self.config));
+        let is_valid = |tensor: &Tensor| check_memory(op, &tensor.buffer, &self.counts, &self.config).is_ok();
+        let passes = is_plain
+            || tower.iter().all(is_valid) && check_overlap(self.op, &self.replicas, &self.counts, &self.config).is_ok();
+        self.refused = !passes;
+        passes
     }
 
     fn hash_call(&self) -> u64 {
@@ -465,6 +472,7 @@ pub(super) fn lengths(tensors: &[Tensor]) -> Vec<(DType, usize)> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::topology::Topology;
@@ -481,5 +489,32 @@ mod tests {
         let replicas = vec![tower(1), tower(1 + isize::MAX as usize)];
         let error = Call::new(Op::MEAN, replicas, Counts::Even, "", "", String::new(), config).map(|_| ()).unwrap_err();
         assert!(matches!(error, Error::Invalid(text) if text.contains("memory")));
+    }
+
+    #[test]
+    fn a_call_takes_other_memory_and_refuses_bad_memory_every_time() {
+        let config = CallConfig::new(&Topology::new(0, &[0, 0]), GroupKey::team(0), 1, 4096);
+        let at = |src: usize, dst: usize| {
+            let (src, dst) = (std::ptr::without_provenance(src), std::ptr::without_provenance_mut(dst));
+            Buffer::new(src, dst, 16, DType::F32)
+        };
+        for tensors in [1usize, 2] {
+            // The tensors are apart from each other.
+            let list =
+                |src: usize, dst: usize| (0..tensors).map(move |index| at(src + index * 8192, dst + index * 8192));
+            let replicas = vec![list(4096, 4096).map(|buffer| Tensor::new(buffer, &[])).collect()];
+            let mut call = Call::new(Op::MEAN, replicas, Counts::Even, "a", "", String::new(), config.clone()).unwrap();
+            let mut rebind = |name: &str, src: usize, dst: usize| {
+                let buffers: Vec<_> = list(src, dst).collect();
+                let views: Vec<_> = buffers.iter().map(|&buffer| View { buffer, shape: &[] }).collect();
+                call.rebind_buffers(Op::MEAN, name, &views)
+            };
+            assert!(rebind("a", 4096, 4096) && rebind("a", 4096, 4160) && !rebind("b", 4096, 4160));
+            // Misaligned, or the result overlaps the source.
+            for (src, dst) in [(4097, 4097), (4096, 4100)] {
+                assert!(!rebind("a", src, dst) && !rebind("a", src, dst), "{src} {dst}");
+            }
+            assert!(rebind("a", 4096, 4096));
+        }
     }
 }

@@ -79,6 +79,11 @@ impl PartialEq for Op {
     }
 }
 
+#[cold]
+fn unknown_collective(code: i32) -> Error {
+    Error::Invalid(format!("no collective has the code {code}; see dl_comm.h"))
+}
+
 impl Op {
     /// The mean over all ranks and towers.
     pub const MEAN: Op = Op::allreduce(ReduceOp::Mean);
@@ -127,9 +132,10 @@ impl Op {
     ///
     /// # Errors
     /// [`Error::Invalid`] for an unknown code.
+    #[inline(always)]
     pub fn from_code(code: i32, reduce: ReduceOp, root: usize) -> Result<Op> {
         let row = usize::try_from(code).ok().and_then(|code| code.checked_sub(1)).filter(|&row| row < TABLE.len());
-        let row = row.ok_or_else(|| Error::Invalid(format!("no collective has the code {code}; see dl_comm.h")))?;
+        let Some(row) = row else { return Err(unknown_collective(code)) };
         let Collective { reduces, root: role, .. } = TABLE[row];
         let root = if role == Root::None { 0 } else { root };
         Ok(Op::new(row, if reduces { reduce } else { ReduceOp::Sum }, root))

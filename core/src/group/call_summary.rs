@@ -68,14 +68,14 @@ impl SmallCallStats {
         }
     }
 
-    /// Counts a call that ended `ended` after the start of the recorder and took `duration`, if it was timed.
-    pub fn count(&self, number: u64, match_index: u64, ended: Duration, duration: Option<Duration>) {
+    /// Counts a call that ended `ended` nanoseconds after the start of the recorder and took `duration`, if it was timed.
+    pub fn count(&self, number: u64, match_index: u64, ended: u64, duration: Option<Duration>) {
         let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         // A single writer: no atomic addition is necessary.
         let add = |sum: &AtomicU64, more: u64| sum.store(sum.load(Ordering::Relaxed) + more, Ordering::Relaxed);
         self.number.store(number, Ordering::Relaxed);
         self.match_index.store(match_index, Ordering::Relaxed);
-        self.last_ended.store(nanos(ended), Ordering::Relaxed);
+        self.last_ended.store(ended, Ordering::Relaxed);
         add(&self.calls, 1);
         if let Some(duration) = duration {
             self.last_nanos.store(nanos(duration), Ordering::Relaxed);

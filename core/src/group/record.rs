@@ -145,10 +145,10 @@ impl Record {
     }
 }
 
-/// A clock that lags some milliseconds and is almost free to read.
-fn coarse_now() -> Duration {
+/// Nanoseconds of a clock that lags some milliseconds and is almost free to read.
+fn coarse_now() -> u64 {
     let time = clock_gettime(ClockId::MonotonicCoarse);
-    Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
+    time.tv_sec.cast_unsigned().wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec.cast_unsigned())
 }
 
 fn at(nanos: &AtomicU64) -> Option<Duration> {
@@ -260,7 +260,7 @@ pub(super) struct Recorder {
     /// The number of the next call.
     next: AtomicU64,
     /// Time origin of [`SmallCallStats`]: precise clock and coarse clock.
-    since: (Instant, Duration),
+    since: (Instant, u64),
 }
 
 impl Default for Recorder {

@@ -227,10 +227,14 @@ pub(super) unsafe fn blocks<I, S, First, In, Out, O, E, const N: usize>(
                 }
                 result.write(Out::store(epilogue.apply(acc)));
             }
-            for out in outs {
-                // Copied as bytes, which need no alignment.
-                let size = size_of::<Out::Stored>();
-                out.add(position * size).copy_from_nonoverlapping(results.as_ptr().cast(), len * size);
+            let size = size_of::<Out::Stored>();
+            // Copied as bytes, which need no alignment.
+            let copy =
+                |out: *mut u8| out.add(position * size).copy_from_nonoverlapping(results.as_ptr().cast(), len * size);
+            match outs {
+                // A loop over one costs a short call more than the copy.
+                &[out] => copy(out),
+                outs => outs.iter().copied().for_each(copy),
             }
             position += len;
         }

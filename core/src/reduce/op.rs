@@ -113,6 +113,7 @@ macro_rules! operators {
             }
 
             /// The operator with this code; factors are 1.
+            #[inline(always)]
             pub fn from_code(code: i32) -> Option<ReduceOp> {
                 match code {
                     $($code => Some(ReduceOp::$op $({ $($field: 1.0),+ })?),)*

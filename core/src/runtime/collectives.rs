@@ -31,24 +31,31 @@ impl Request {
     ///
     /// # Errors
     /// [`Error::Invalid`] for unknown codes and for a negative root.
-    #[inline]
+    #[inline(always)]
     pub fn from_codes(collective: i32, reduce: i32, (pre, post): (f64, f64), root: i32) -> Result<Request> {
-        let root = usize::try_from(root).map_err(|_| Error::Invalid(format!("root {root} is negative")))?;
-        if reduce == ADASUM {
-            let op = Op::from_code(collective, ReduceOp::Sum, root)?;
-            return match op.collective.reduces {
-                true if op.is_allreduce() => Ok(Request::Adasum),
-                true => Err(Error::Invalid(format!("adasum is an operator of allreduce, not of {}", op.title()))),
-                false => Ok(Request::Collective(op)),
-            };
-        }
-        let known = ReduceOp::from_code(reduce);
-        let known = known.ok_or_else(|| Error::Invalid(format!("no operator has the code {reduce}")))?;
+        let (Ok(root), Some(known)) = (usize::try_from(root), ReduceOp::from_code(reduce)) else {
+            return Request::from_other_codes(collective, reduce, root);
+        };
         let operator = match known {
             ReduceOp::Scaled { .. } => ReduceOp::Scaled { pre, post },
             other => other,
         };
         Op::from_code(collective, operator, root).map(Request::Collective)
+    }
+
+    /// As `from_codes`, for Adasum and codes that there are not.
+    #[cold]
+    fn from_other_codes(collective: i32, reduce: i32, root: i32) -> Result<Request> {
+        let root = usize::try_from(root).map_err(|_| Error::Invalid(format!("root {root} is negative")))?;
+        if reduce != ADASUM {
+            return Err(Error::Invalid(format!("no operator has the code {reduce}")));
+        }
+        let op = Op::from_code(collective, ReduceOp::Sum, root)?;
+        match op.collective.reduces {
+            true if op.is_allreduce() => Ok(Request::Adasum),
+            true => Err(Error::Invalid(format!("adasum is an operator of allreduce, not of {}", op.title()))),
+            false => Ok(Request::Collective(op)),
+        }
     }
 
     /// The lengths of the blocks; `None` where the caller gives none.

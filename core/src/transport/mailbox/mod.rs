@@ -60,8 +60,8 @@ impl Mailbox {
         if ranks > MAX_RANKS {
             return Err(Error::System(format!("a host of {ranks} ranks has more than {MAX_RANKS} mailboxes")));
         }
-        // SAFETY: the headers live as long as `memory`, which the mailbox keeps.
-        let headers = (0..ranks).map(|rank| unsafe { &*(&raw const *header(&*memory, rank)) }).collect();
+        // SAFETY: as in `header`; the mailbox keeps the memory.
+        let headers = (0..ranks).map(|rank| unsafe { &*memory.header(rank).cast::<MailboxHeader>() }).collect();
         let (outboxes, inboxes) = ((0..ranks).map(|_| None).collect(), (0..ranks).map(|_| None).collect());
         Ok(Mailbox { me: memory.me(), memory, headers, outboxes, inboxes })
     }
