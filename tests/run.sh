@@ -37,6 +37,8 @@ export MALLOC_PERTURB_=165
 step "format and lint: Rust"
 cargo fmt --all --check
 cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+# The fuzzers are a workspace of their own, and run in tests/heavy.sh only.
+cargo check --manifest-path fuzz/Cargo.toml --target-dir target --locked --quiet
 step "format and lint: Python, C++"
 ruff check python tests examples benchmarks
 ruff format --check python tests examples benchmarks
