@@ -225,6 +225,45 @@ static void many_in_flight(void) {
   }
 }
 
+/* Small calls that differ from the call before in some words, with refused calls between. */
+static void repeated(void) {
+  enum { CALLS = 400, LENGTH = 4, SETS = 3 };
+  int32_t src[SETS][LENGTH + 1], dst[SETS][LENGTH + 1];
+  char name[2] = "a";
+  int64_t shape[2] = {2, 2};
+  unsigned random = 1; /* the same on all ranks */
+  for (int c = 0; c < CALLS; ++c) {
+    random = random * 1103515245u + 12345u;
+    unsigned bits = random >> 8;
+    int set = (int)(bits % SETS), is_max = bits >> 4 & 1, moves = bits >> 5 & 1, root = (int)(bits >> 6) % size;
+    size_t length = bits >> 10 & 1 ? LENGTH : 1;
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      for (int i = 0; i <= LENGTH; ++i) src[set][i] = 10 * c + 3 * repeat + i + rank, dst[set][i] = -1;
+      dl_comm_buffer_t buffer = buffer_of(src[set], dst[set], length);
+      dl_comm_call_t call = call_on(moves ? DL_COMM_BROADCAST : DL_COMM_ALLREDUCE, &buffer);
+      call.root = root;
+      if (is_max) call.reduce = DL_COMM_MAX;
+      name[0] = (char)('a' + repeat % 2);
+      if (bits >> 11 & 1) call.name = name;
+      shape[0] = repeat == 1 ? 4 : 2, shape[1] = repeat == 1 ? 1 : 2;
+      if (length == LENGTH && (bits >> 12 & 1)) buffer.shape = shape, buffer.ndim = 2;
+      EXPECT(dl_comm_run(group, &call) == 0);
+      for (size_t i = 0; i < LENGTH; ++i) {
+        int32_t first = 10 * c + 3 * repeat + (int32_t)i;
+        int32_t result = moves ? first + root : is_max ? first + size - 1 : size * first + size * (size - 1) / 2;
+        EXPECT(dst[set][i] == (i < length ? result : -1));
+      }
+      if (bits >> 13 & 1) {
+        if (bits >> 14 & 1)
+          buffer.dst = NULL, buffer.src = NULL;
+        else
+          buffer.dst = (char*)buffer.dst + 1, buffer.src = (const char*)buffer.src + 1;
+        for (int again = 0; again < 2; ++again) EXPECT(dl_comm_run(group, &call) == DL_COMM_ERROR_INVALID);
+      }
+    }
+  }
+}
+
 static void operators(void) {
   double src = rank + 1.0, dst = 0;
   dl_comm_buffer_t buffer;
@@ -337,6 +376,7 @@ int main(void) {
   }
   blocks_of_different_lengths();
   many_in_flight();
+  repeated();
   operators();
   adasum();
   errors();

@@ -1,9 +1,10 @@
 //! C API of the collectives on a group: one entry for all of them.
 
+use std::borrow::Cow;
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::mem::offset_of;
-use std::ptr;
 use std::time::Duration;
+use std::{ptr, slice};
 
 use super::arguments::{
     CBuffer, CDevice, Views, array, reference, sized, store, tensors, text, to_device, to_timeout, views,
@@ -11,9 +12,9 @@ use super::arguments::{
 use super::functions::{free, status};
 use super::groups::CGroup;
 use crate::error::{Error, Result};
-use crate::group::{CallHandle, CallOptions, OnComplete};
+use crate::group::{CallHandle, CallOptions, CallWords, Group, OnComplete, SmallCallInput};
 use crate::p2p::Transfer;
-use crate::runtime::collectives::{self, Request, SmallCall};
+use crate::runtime::collectives::{self, Request};
 use crate::runtime::point_to_point;
 
 /// `dl_comm_work_t` of `dl_comm.h`.
@@ -83,6 +84,9 @@ impl Callback {
     }
 }
 
+/// The length of [`CBuffer`].
+const BUFFER_WORDS: usize = 5;
+
 #[cold]
 fn unknown_flags(flags: c_int) -> Error {
     Error::Invalid(format!("flags is {flags}; this version of dl_comm knows none"))
@@ -95,6 +99,47 @@ impl CCall {
             return Err(unknown_flags(self.flags));
         }
         Request::from_codes(self.collective, self.reduce, (self.prescale, self.postscale), self.root)
+    }
+
+    /// Runs a call with even blocks on host memory by the fast path. `None`: no effect.
+    ///
+    /// # Safety
+    /// As for [`dl_comm_run`].
+    unsafe fn try_small(&self, group: &Group) -> Option<Result<()>> {
+        let (list, name) = (&mut Views::new(), &mut Cow::default());
+        // SAFETY: the caller's promise.
+        unsafe {
+            let buffers = array(self.buffers, self.count, "").ok()?;
+            let (words, timeout) = (self.words(buffers), to_timeout(self.timeout));
+            collectives::try_small(
+                group,
+                words,
+                move || {
+                    views(self.buffers, self.count, list).ok()?;
+                    *name = text(self.name);
+                    match self.request() {
+                        Ok(Request::Collective(op)) => Some(SmallCallInput { op, name, views: list }),
+                        Ok(Request::Adasum) | Err(_) => None,
+                    }
+                },
+                timeout,
+            )
+        }
+    }
+
+    /// The words of the call; `None` if the call names memory that may change.
+    #[inline(always)]
+    fn words<'a>(&self, buffers: &'a [CBuffer]) -> Option<CallWords<'a>> {
+        if !self.name.is_null() || buffers.iter().any(|buffer| !buffer.shape.is_null()) {
+            return None;
+        }
+        let pair = |low: c_int, high: c_int| u64::from(low.cast_unsigned()) | u64::from(high.cast_unsigned()) << 32;
+        let CCall { collective, reduce, root, flags, prescale, postscale, .. } = *self;
+        let head = [pair(collective, reduce), pair(root, flags), prescale.to_bits(), postscale.to_bits()];
+        const { assert!(size_of::<CBuffer>() == BUFFER_WORDS * size_of::<u64>()) };
+        // SAFETY: the structure has no padding, and is aligned for addresses.
+        let tensors = unsafe { slice::from_raw_parts(buffers.as_ptr().cast(), buffers.len() * BUFFER_WORDS) };
+        Some(CallWords { head, tensors })
     }
 
     /// # Safety
@@ -144,13 +189,14 @@ pub unsafe extern "C" fn dl_comm_run(group: *const CGroup, call: *const CCall) -
         if call.done.is_some() {
             return Err(Error::Invalid("dl_comm_run calls no `done`; use dl_comm_start".into()));
         }
+        let is_plain = call.send_counts.is_null() && call.receive_counts.is_null() && to_device(call.device).is_none();
+        if is_plain && let Some(result) = call.try_small(group) {
+            return result;
+        }
         let request = call.request()?;
         let mut list = Views::new();
         views(call.buffers, call.count, &mut list)?;
-        let is_plain = call.send_counts.is_null() && call.receive_counts.is_null() && to_device(call.device).is_none();
-        let (name, timeout) = (text(call.name), to_timeout(call.timeout));
-        let small = is_plain.then_some(SmallCall { name: &name, timeout });
-        collectives::run(group, request, &list, small, || call.options(request, group.call_config().ranks))
+        collectives::run(group, request, &list, None, || call.options(request, group.call_config().ranks))
     })
 }
 

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::blocks::Counts;
@@ -39,8 +40,6 @@ pub struct Call {
     producer: Option<Arc<CallerStream>>,
     /// Whether its memory is pinned for a GPU: the system may refuse copies to other processes.
     pinned: bool,
-    /// Whether [`Call::rebind_buffers`] has refused the memory that the tensors have now.
-    refused: bool,
 }
 
 /// The name of an absent call.
@@ -132,7 +131,6 @@ impl Call {
             schedule_position: String::new(),
             producer: None,
             pinned: false,
-            refused: false,
         };
         call.list_hash = call.hash_call();
         call.name += instance;
@@ -228,7 +226,6 @@ impl Call {
             schedule_position: self.schedule_position.clone(),
             producer: None,
             pinned: false,
-            refused: false,
         }
     }
 
@@ -256,7 +253,6 @@ impl Call {
             schedule_position: String::new(),
             producer: None,
             pinned: true,
-            refused: false,
         }
     }
 
@@ -407,7 +403,7 @@ impl Call {
     }
 
     /// Reuses the call for other memory if `op`, `name` and `views` equal those of its only tower. Returns false, and
-    /// the call is not usable, if they differ or if [`Call::new`] would reject the memory.
+    /// changes nothing, if they differ or if [`Call::new`] would reject the memory.
     pub fn rebind_buffers(&mut self, op: Op, name: &str, views: &[View<'_>]) -> bool {
         let tower = match &mut self.replicas[..] {
             // A barrier.
@@ -421,15 +417,23 @@ impl Call {
         if !matches || !tower.iter().zip(views).all(|(tensor, view)| tensor.matches(view)) {
             return false;
         }
-        if !self.refused && tower.iter().zip(views).all(|(tensor, view)| tensor.buffer.is_same(&view.buffer)) {
+        if tower.iter().zip(views).all(|(tensor, view)| tensor.buffer.is_same(&view.buffer)) {
             return true;
         }
+        if let ([tensor], [view]) = (&mut tower[..], views)
+            && is_plain(op, &view.buffer, &self.config)
+        {
+            tensor.buffer = view.buffer;
+            return true;
+        }
+        let before: SmallVec<[Buffer; 4]> = tower.iter().map(|tensor| tensor.buffer).collect();
         tower.iter_mut().zip(views).for_each(|(tensor, view)| tensor.buffer = view.buffer);
-        let is_plain = matches!(&tower[..], [tensor] if is_plain(op, &tensor.buffer, &self.config));
         let is_valid = |tensor: &Tensor| check_memory(op, &tensor.buffer, &self.counts, &self.config).is_ok();
-        let passes = is_plain
-            || tower.iter().all(is_valid) && check_overlap(self.op, &self.replicas, &self.counts, &self.config).is_ok();
-        self.refused = !passes;
+        let passes =
+            tower.iter().all(is_valid) && check_overlap(self.op, &self.replicas, &self.counts, &self.config).is_ok();
+        if !passes {
+            self.replicas.iter_mut().flatten().zip(before).for_each(|(tensor, buffer)| tensor.buffer = buffer);
+        }
         passes
     }
 
@@ -514,7 +518,13 @@ mod tests {
             for (src, dst) in [(4097, 4097), (4096, 4100)] {
                 assert!(!rebind("a", src, dst) && !rebind("a", src, dst), "{src} {dst}");
             }
-            assert!(rebind("a", 4096, 4096));
+            let memory = |tensor: &Tensor| (tensor.buffer.source_at(0).addr(), tensor.buffer.dst().addr());
+            assert!(
+                call.tensors(0)
+                    .iter()
+                    .enumerate()
+                    .all(|(index, tensor)| { memory(tensor) == (4096 + index * 8192, 4160 + index * 8192) })
+            );
         }
     }
 }

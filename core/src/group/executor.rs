@@ -12,13 +12,12 @@ use std::time::{Duration, Instant};
 
 use super::device::DeviceExecutor;
 use super::other_groups::OtherGroups;
-use super::small_calls::{CachedCalls, SmallCall};
+use super::small_calls::{CachedCalls, CallWords, SmallCall, SmallCallInput};
 use super::thread::{GroupThread, Inbox, Received};
 use super::work::{QueueItem, Role, Work};
 use super::worker::Worker;
-use crate::buffer::View;
 use crate::collective::device::wait_event;
-use crate::collective::{Call, Op, PostedCall};
+use crate::collective::{Call, PostedCall};
 use crate::error::{Error, Result, guard};
 use crate::lock::lock;
 use crate::transport::spin::Waiter;
@@ -219,19 +218,19 @@ impl Executor {
 }
 
 impl ExecutorGuard<'_> {
-    /// Starts a small call; `since` is its submission, if it is timed. `Ok(None)`: it has completed. `Ok(Some(_))`: it
-    /// waits for other ranks. `None`: the fast path does not apply. An error has ended the group.
-    pub fn start_small(
+    /// Starts a small call, as [`CachedCalls::start`]; `since` is its submission, if it is timed. `Ok(None)`: it has
+    /// completed. `Ok(Some(_))`: it waits for other ranks. `None`: the fast path does not apply. An error has ended the
+    /// group.
+    pub fn start_small<'v>(
         &mut self,
-        op: Op,
-        name: &str,
-        views: &[View<'_>],
+        words: Option<CallWords<'_>>,
+        input: impl FnOnce() -> Option<SmallCallInput<'v>>,
         since: Option<Instant>,
     ) -> Option<Result<Option<SmallCallRemainder>>> {
         let ExecutorState { worker, cached_calls, .. } = &mut *self.state;
         let Worker { shared, channel, .. } = worker;
         let started = guard(|| {
-            Ok(cached_calls.start(channel, op, name, views).map(|started| match started {
+            Ok(cached_calls.start(channel, words, input).map(|started| match started {
                 SmallCall::Done(stats) => {
                     shared.recorder.count_small(stats, shared.next_match_index(), since);
                     None

@@ -10,10 +10,10 @@ use serde_json::Value;
 
 use super::executor::{Executor, ExecutorGuard};
 use super::messenger::Messenger;
-use super::small_calls;
+use super::small_calls::{self, CallWords, SmallCallInput};
 use super::state::GroupState;
 use super::work::{CallOptions, OnComplete, QueueItem, Role, Timeout, Work, wait_for_result};
-use crate::buffer::{Tensor, View};
+use crate::buffer::Tensor;
 use crate::collective::{Call, CallConfig, Op, PostedCall};
 use crate::deadline::{Deadline, SetBy};
 use crate::device::Device;
@@ -65,16 +65,17 @@ impl Group {
         }
     }
 
-    /// Runs `op` on this thread if it is small, a call like it is cached, and nothing is queued. `None`: no effect.
-    /// Otherwise the result, and the wait time if the statistics of small calls do not include it.
+    /// Runs a call on this thread if it is small, a call like it is cached, and nothing is queued. `None`: no effect.
+    /// Otherwise the result, and the wait time if the statistics of small calls do not include it. `input` reads the call,
+    /// unless its `words` are those of a call before; it must not wait.
     ///
     /// # Safety
-    /// The memory of `views` is valid and not used otherwise.
-    pub unsafe fn try_small(
+    /// The memory of the tensors is valid and not used otherwise.
+    #[inline]
+    pub unsafe fn try_small<'v>(
         &self,
-        op: Op,
-        name: &str,
-        views: &[View<'_>],
+        words: Option<CallWords<'_>>,
+        input: impl FnOnce() -> Option<SmallCallInput<'v>>,
         timeout: Timeout,
     ) -> Option<(Result<()>, Option<Duration>)> {
         if timeline::is_on() || self.shared.has_failed() || signals::checking() {
@@ -83,7 +84,7 @@ impl Group {
         self.shared.callers.record(true);
         let mut guard = self.executor.try_acquire()?;
         let since = small_calls::is_sampled(self.shared.matched()).then(Instant::now);
-        let (call, posted) = match guard.start_small(op, name, views, since)? {
+        let (call, posted) = match guard.start_small(words, input, since)? {
             Ok(None) => return Some((Ok(()), None)),
             Ok(Some(remainder)) => remainder,
             Err(error) => return Some((Err(error), None)),

@@ -18,7 +18,7 @@ use super::wait_time::{WaitTime, print_total};
 use crate::buffer::{Tensor, View};
 use crate::collective::{Call, Op};
 use crate::error::{Error, Result};
-use crate::group::{Group, Timeout};
+use crate::group::{Group, SmallCallInput, Timeout};
 use crate::lock::lock;
 use crate::timeline;
 
@@ -105,7 +105,8 @@ impl Team {
             return None;
         }
         // SAFETY: guaranteed by the caller.
-        let (result, waited) = unsafe { self.group.try_small(Op::MEAN, name, views, timeout) }?;
+        let (result, waited) =
+            unsafe { self.group.try_small(None, || Some(SmallCallInput { op: Op::MEAN, name, views }), timeout) }?;
         if let Some(waited) = waited.filter(|_| self.counts_waits()) {
             self.wait_time.add(waited.as_secs_f64());
         }

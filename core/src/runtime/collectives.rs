@@ -10,7 +10,9 @@ use crate::collective::{Counts, Op};
 use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::group::{self, CallHandle, CallOptions, Group, Join, OnComplete, Timeout, wait_for_result};
+use crate::group::{
+    self, CallHandle, CallOptions, CallWords, Group, Join, OnComplete, SmallCallInput, Timeout, wait_for_result,
+};
 use crate::reduce::ReduceOp;
 
 /// The code of Adasum among the operators, which is no operator of single elements.
@@ -147,6 +149,24 @@ pub struct SmallCall<'a> {
     pub timeout: Timeout,
 }
 
+/// Runs a call to its end by the fast path, as [`Group::try_small`]. `None`: no effect.
+///
+/// # Safety
+/// As there.
+#[inline]
+pub unsafe fn try_small<'v>(
+    group: &Group,
+    words: Option<CallWords<'_>>,
+    input: impl FnOnce() -> Option<SmallCallInput<'v>>,
+    timeout: Timeout,
+) -> Option<Result<()>> {
+    if check_fork().is_err() {
+        return None;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { group.try_small(words, input, timeout) }.map(|(result, _)| result)
+}
+
 /// Runs a call to its end, by the fast path if it is `small`. Otherwise `options` makes its options.
 ///
 /// # Errors
@@ -161,13 +181,14 @@ pub unsafe fn run(
     small: Option<SmallCall<'_>>,
     options: impl FnOnce() -> Result<CallOptions>,
 ) -> Result<()> {
-    check_fork()?;
     if let (Some(SmallCall { name, timeout }), Request::Collective(op)) = (small, request) {
         // SAFETY: the caller's promise.
-        if let Some((result, _)) = unsafe { group.try_small(op, name, views, timeout) } {
+        let result = unsafe { try_small(group, None, || Some(SmallCallInput { op, name, views }), timeout) };
+        if let Some(result) = result {
             return result;
         }
     }
+    check_fork()?;
     let options = CallOptions { caller_blocks: true, ..options()? };
     // The collectives of an Adasum are started one by the other, not by this thread.
     let _blocked = (request == Request::Adasum).then(blocked);
