@@ -42,10 +42,9 @@ pub struct SmallCallInput<'a> {
     pub views: &'a [View<'a>],
 }
 
-/// The words of the call that a cached call was last used for.
+/// The words of the call that a cached call was last used for; no tensors if they are not known.
 #[derive(Default)]
 struct LastWords {
-    known: bool,
     head: [u64; 4],
     tensors: SmallVec<[u64; 8]>,
 }
@@ -53,14 +52,14 @@ struct LastWords {
 impl LastWords {
     #[inline]
     fn are(&self, words: CallWords<'_>) -> bool {
-        self.known && self.head == words.head && self.tensors[..] == *words.tensors
+        // A barrier has nothing to read; it takes 0.12 us this way, and 0.19 by its words, for an unknown reason.
+        self.head == words.head && self.tensors[..] == *words.tensors && !words.tensors.is_empty()
     }
 
     fn set(&mut self, words: Option<CallWords<'_>>) {
-        self.known = words.is_some();
+        self.tensors.clear();
         if let Some(words) = words {
             self.head = words.head;
-            self.tensors.clear();
             self.tensors.extend_from_slice(words.tensors);
         }
     }
