@@ -140,10 +140,16 @@ impl Buffer {
         address(elements.start)..address(elements.end)
     }
 
-    /// Whether `other` is the same memory of the same type.
+    /// Whether these are its addresses.
     #[inline]
-    pub fn is_same(&self, other: &Buffer) -> bool {
-        self.src == other.src && self.dst == other.dst && self.len == other.len && self.dtype == other.dtype
+    pub fn is_at(&self, src: *const u8, dst: *mut u8) -> bool {
+        self.src == src && self.dst == dst
+    }
+
+    /// As many elements of this type at other addresses.
+    #[inline]
+    pub fn moved_to(&self, src: *const u8, dst: *mut u8) -> Buffer {
+        Buffer::new(src, dst, self.len, self.dtype)
     }
 
     /// Whether source and destination are the same address.

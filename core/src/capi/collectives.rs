@@ -12,7 +12,7 @@ use super::arguments::{
 use super::functions::{free, status};
 use super::groups::CGroup;
 use crate::error::{Error, Result};
-use crate::group::{CallHandle, CallOptions, CallWords, Group, OnComplete, SmallCallInput};
+use crate::group::{CallHandle, CallOptions, CallWords, Group, OnComplete, SmallCallInput, TensorWords};
 use crate::p2p::Transfer;
 use crate::runtime::collectives::{self, Request};
 use crate::runtime::point_to_point;
@@ -84,9 +84,6 @@ impl Callback {
     }
 }
 
-/// The length of [`CBuffer`].
-const BUFFER_WORDS: usize = 5;
-
 #[cold]
 fn unknown_flags(flags: c_int) -> Error {
     Error::Invalid(format!("flags is {flags}; this version of dl_comm knows none"))
@@ -127,7 +124,7 @@ impl CCall {
         }
     }
 
-    /// The words of the call; `None` if the call names memory that may change.
+    /// The words of the call; `None` if the call has a name or shapes, whose memory may change.
     #[inline(always)]
     fn words<'a>(&self, buffers: &'a [CBuffer]) -> Option<CallWords<'a>> {
         if !self.name.is_null() || buffers.iter().any(|buffer| !buffer.shape.is_null()) {
@@ -136,9 +133,9 @@ impl CCall {
         let pair = |low: c_int, high: c_int| u64::from(low.cast_unsigned()) | u64::from(high.cast_unsigned()) << 32;
         let CCall { collective, reduce, root, flags, prescale, postscale, .. } = *self;
         let head = [pair(collective, reduce), pair(root, flags), prescale.to_bits(), postscale.to_bits()];
-        const { assert!(size_of::<CBuffer>() == BUFFER_WORDS * size_of::<u64>()) };
-        // SAFETY: the structure has no padding, and is aligned for addresses.
-        let tensors = unsafe { slice::from_raw_parts(buffers.as_ptr().cast(), buffers.len() * BUFFER_WORDS) };
+        const { assert!(size_of::<CBuffer>() == size_of::<TensorWords>()) };
+        // SAFETY: both structures have two addresses first, then words without padding, and the same alignment.
+        let tensors = unsafe { slice::from_raw_parts(buffers.as_ptr().cast::<TensorWords>(), buffers.len()) };
         Some(CallWords { head, tensors })
     }
 

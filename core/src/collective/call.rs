@@ -405,9 +405,9 @@ impl Call {
     /// Reuses the call for other memory if `op`, `name` and `views` equal those of its only tower. Returns false, and
     /// changes nothing, if they differ or if [`Call::new`] would reject the memory.
     pub fn rebind_buffers(&mut self, op: Op, name: &str, views: &[View<'_>]) -> bool {
-        let tower = match &mut self.replicas[..] {
+        let tower = match &self.replicas[..] {
             // A barrier.
-            [] => &mut Vec::new(),
+            [] => &[][..],
             [tower] => tower,
             _ => return false,
         };
@@ -417,20 +417,39 @@ impl Call {
         if !matches || !tower.iter().zip(views).all(|(tensor, view)| tensor.matches(view)) {
             return false;
         }
-        if tower.iter().zip(views).all(|(tensor, view)| tensor.buffer.is_same(&view.buffer)) {
+        self.rebind_memory(views.iter().map(|view| (view.buffer.source_at(0), view.buffer.dst())))
+    }
+
+    /// Reuses the call of one tower for other memory: the sources and destinations of its tensors. Returns false, and
+    /// changes nothing, if [`Call::new`] would reject it.
+    #[inline]
+    pub fn rebind_memory(&mut self, memory: impl Iterator<Item = (*const u8, *mut u8)> + Clone) -> bool {
+        let tensors = self.replicas.iter_mut().flatten();
+        if tensors.zip(memory.clone()).all(|(tensor, (src, dst))| tensor.buffer.is_at(src, dst)) {
             return true;
         }
-        if let ([tensor], [view]) = (&mut tower[..], views)
-            && is_plain(op, &view.buffer, &self.config)
+        if let [tower] = &mut self.replicas[..]
+            && let ([tensor], Some((src, dst))) = (&mut tower[..], memory.clone().next())
         {
-            tensor.buffer = view.buffer;
-            return true;
+            let buffer = tensor.buffer.moved_to(src, dst);
+            if is_plain(self.op, &buffer, &self.config) {
+                tensor.buffer = buffer;
+                return true;
+            }
         }
-        let before: SmallVec<[Buffer; 4]> = tower.iter().map(|tensor| tensor.buffer).collect();
-        tower.iter_mut().zip(views).for_each(|(tensor, view)| tensor.buffer = view.buffer);
+        self.rebind_other_memory(&memory.collect::<SmallVec<[_; 4]>>())
+    }
+
+    #[cold]
+    fn rebind_other_memory(&mut self, memory: &[(*const u8, *mut u8)]) -> bool {
+        let op = self.op;
+        let before: SmallVec<[Buffer; 4]> = self.replicas.iter().flatten().map(|tensor| tensor.buffer).collect();
+        for (tensor, &(src, dst)) in self.replicas.iter_mut().flatten().zip(memory) {
+            tensor.buffer = tensor.buffer.moved_to(src, dst);
+        }
         let is_valid = |tensor: &Tensor| check_memory(op, &tensor.buffer, &self.counts, &self.config).is_ok();
-        let passes =
-            tower.iter().all(is_valid) && check_overlap(self.op, &self.replicas, &self.counts, &self.config).is_ok();
+        let passes = self.tensors(0).iter().all(is_valid)
+            && check_overlap(op, &self.replicas, &self.counts, &self.config).is_ok();
         if !passes {
             self.replicas.iter_mut().flatten().zip(before).for_each(|(tensor, buffer)| tensor.buffer = buffer);
         }

@@ -42,7 +42,7 @@ pub use messenger::Messenger;
 pub use point_to_point::MessageOptions;
 pub use process_groups::{BlockedCaller, ProcessGroups};
 pub use record::Totals;
-pub use small_calls::{CallWords, SmallCallInput};
+pub use small_calls::{CallWords, SmallCallInput, TensorWords};
 pub use state::OnFailure;
 pub use submit::Group;
 pub use work::{CallOptions, OnComplete, Timeout, wait_for_result};
