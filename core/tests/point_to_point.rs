@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dl_comm_core::error::Error;
-use dl_comm_core::p2p::{Message, Spans, Status, Then};
+use dl_comm_core::p2p::{Message, Spans, Status, Then, Transfer};
 use dl_comm_core::transport::mailbox::ring::CELL_BYTES;
 use proptest::prelude::*;
 
@@ -184,11 +184,11 @@ fn groups_do_not_see_each_others_messages() {
     ranks[0].send(1, 0, &first);
     let message = Message { group: &routes[0], ..ranks[0].message(Some(1), Some(0)) };
     // SAFETY: the memory lives.
-    unsafe { ranks[0].endpoint.send(&message, spans(&second), None) }.unwrap();
+    unsafe { Transfer::send(&ranks[0].endpoint, &message, spans(&second), None) }.unwrap();
     let mut found = [0u8];
     let message = Message { group: &routes[1], ..ranks[1].message(None, None) };
     // SAFETY: as above.
-    let request = unsafe { ranks[1].endpoint.receive(&message, spans_mut(&mut found), None) }.unwrap();
+    let request = unsafe { Transfer::receive(&ranks[1].endpoint, &message, spans_mut(&mut found), None) }.unwrap();
     request.wait(None).unwrap();
     assert_eq!(found, second);
     ranks[1].receive(None, None, &mut found).unwrap();
@@ -205,7 +205,7 @@ fn a_deadline_ends_either_side_and_the_other_learns_of_it() {
         let (data, short) = (bytes(4, 2_000_000), Some(Duration::from_millis(100)));
         let message = Message { deadline: deadline(short), ..ranks[0].message(Some(1), Some(5)) };
         // SAFETY: the memory lives until the request has ended.
-        let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();
+        let send = unsafe { Transfer::send(&ranks[0].endpoint, &message, spans(&data), None) }.unwrap();
         let error = send.wait(None).unwrap_err();
         assert!(error.to_string().contains("the send (tag 5) to rank 1 in group 7 was not complete"), "{error}");
         // The message is gone; the next one arrives.
@@ -217,7 +217,7 @@ fn a_deadline_ends_either_side_and_the_other_learns_of_it() {
         assert_eq!(other, data);
         let message = Message { deadline: deadline(short), name: "x", ..ranks[1].message(None, None) };
         // SAFETY: as above.
-        let receive = unsafe { ranks[1].endpoint.receive(&message, spans(&other), None) }.unwrap();
+        let receive = unsafe { Transfer::receive(&ranks[1].endpoint, &message, spans(&other), None) }.unwrap();
         let error = receive.wait(None).unwrap_err();
         assert!(error.to_string().contains("the receive \"x\" (any tag) from any rank in group 7 was not"), "{error}");
     }
@@ -231,7 +231,7 @@ fn a_receive_that_gives_up_midway_fails_the_send() {
     let message = Message { deadline: deadline(Some(Duration::from_millis(50))), ..ranks[1].message(Some(0), Some(5)) };
     ranks[0].group.failure.lock().unwrap().replace(Error::State("over".into()));
     // SAFETY: the memory lives until the request has ended.
-    let receive = unsafe { ranks[1].endpoint.receive(&message, spans_mut(&mut other), None) }.unwrap();
+    let receive = unsafe { Transfer::receive(&ranks[1].endpoint, &message, spans_mut(&mut other), None) }.unwrap();
     let (sent, received) = (send.wait(None), receive.wait(None));
     // Whoever was first; both end.
     assert!(sent.is_ok() == received.is_ok(), "{sent:?} {received:?}");
@@ -264,7 +264,8 @@ fn a_lost_rank_fails_what_waits_for_it() {
 fn invalid_ranks_and_a_failed_group_are_refused() {
     let ranks = world(2, false);
     // SAFETY: nothing is started.
-    let refused = |message: &Message<'_>| unsafe { ranks[0].endpoint.send(message, Spans::default(), None) }.err();
+    let refused =
+        |message: &Message<'_>| unsafe { Transfer::send(&ranks[0].endpoint, message, Spans::default(), None) }.err();
     assert_eq!(
         refused(&ranks[0].message(Some(2), Some(0))),
         Some(Error::Invalid("send to rank 2 of group 7, which has 2".into()))
@@ -294,8 +295,14 @@ fn callbacks_run_without_a_wait() {
     };
     // SAFETY: the memory lives until both have ended.
     unsafe {
-        ranks[0].endpoint.send(&ranks[0].message(Some(1), Some(1)), spans(&data), tell("send")).unwrap();
-        ranks[1].endpoint.receive(&ranks[1].message(Some(0), Some(1)), spans_mut(&mut other), tell("receive")).unwrap();
+        Transfer::send(&ranks[0].endpoint, &ranks[0].message(Some(1), Some(1)), spans(&data), tell("send")).unwrap();
+        Transfer::receive(
+            &ranks[1].endpoint,
+            &ranks[1].message(Some(0), Some(1)),
+            spans_mut(&mut other),
+            tell("receive"),
+        )
+        .unwrap();
     }
     let wait = || results.recv_timeout(Duration::from_secs(60)).unwrap();
     let ended = HashMap::from([wait(), wait()]);
@@ -408,7 +415,7 @@ fn traffic_does_not_hide_a_deadline() {
         let message =
             Message { deadline: deadline(Some(Duration::from_millis(100))), ..ranks[0].message(Some(1), Some(2)) };
         // SAFETY: the memory lives until the receive has ended.
-        let receive = unsafe { ranks[0].endpoint.receive(&message, spans_mut(&mut other), None) }.unwrap();
+        let receive = unsafe { Transfer::receive(&ranks[0].endpoint, &message, spans_mut(&mut other), None) }.unwrap();
         assert!(matches!(receive.wait(None), Err(Error::Timeout(_))));
         stop.store(true, Ordering::Relaxed);
         // The sender may wait for room.

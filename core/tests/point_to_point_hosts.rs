@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dl_comm_core::error::Error;
-use dl_comm_core::p2p::{Message, Scope, Spans, Status};
+use dl_comm_core::p2p::{Message, Scope, Spans, Status, Transfer};
 use dl_comm_core::transport::in_process_messages::ThreadMessages;
 use proptest::prelude::*;
 
@@ -92,7 +92,7 @@ fn a_deadline_ends_either_side_and_the_other_learns_of_it() {
     let (data, short) = (bytes(4, 2_000_000), Some(Duration::from_millis(100)));
     let message = Message { deadline: deadline(short), ..ranks[0].message(Some(1), Some(5)) };
     // SAFETY: the memory lives until the request has ended.
-    let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();
+    let send = unsafe { Transfer::send(&ranks[0].endpoint, &message, spans(&data), None) }.unwrap();
     let error = send.wait(None).unwrap_err();
     assert!(error.to_string().contains("the send (tag 5) to rank 1 in group 7 was not complete"), "{error}");
     // The message is gone; the next one arrives.
@@ -104,7 +104,7 @@ fn a_deadline_ends_either_side_and_the_other_learns_of_it() {
     assert_eq!(other, data);
     let message = Message { deadline: deadline(short), name: "x", ..ranks[1].message(None, None) };
     // SAFETY: as above.
-    let receive = unsafe { ranks[1].endpoint.receive(&message, spans(&other), None) }.unwrap();
+    let receive = unsafe { Transfer::receive(&ranks[1].endpoint, &message, spans(&other), None) }.unwrap();
     let error = receive.wait(None).unwrap_err();
     assert!(error.to_string().contains("the receive \"x\" (any tag) from any rank in group 7 was not"), "{error}");
 }
@@ -121,12 +121,13 @@ fn either_side_may_give_up_midway() {
             let sender = scope.spawn(|| {
                 let message = Message { deadline: deadline(late(round)), ..ranks[0].message(Some(1), Some(5)) };
                 // SAFETY: the memory lives until the request has ended.
-                let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();
+                let send = unsafe { Transfer::send(&ranks[0].endpoint, &message, spans(&data), None) }.unwrap();
                 send.wait(None)
             });
             let message = Message { deadline: deadline(late(round * 3 + 1)), ..ranks[1].message(Some(0), Some(5)) };
             // SAFETY: as above.
-            let receive = unsafe { ranks[1].endpoint.receive(&message, spans_mut(&mut other), None) }.unwrap();
+            let receive =
+                unsafe { Transfer::receive(&ranks[1].endpoint, &message, spans_mut(&mut other), None) }.unwrap();
             let received = receive.wait(None);
             let copy = other.clone();
             if received.is_ok() {
@@ -193,7 +194,8 @@ fn the_last_message_arrives_after_its_ranks_end() {
     let text = "rank 0 has called finalize, in the receive (any tag) from rank 0 in group 7";
     assert_eq!(error, Error::PeerLost(text.into()));
     // SAFETY: nothing is started.
-    let refused = unsafe { ranks[0].endpoint.send(&ranks[0].message(Some(1), Some(0)), Spans::default(), None) };
+    let refused =
+        unsafe { Transfer::send(&ranks[0].endpoint, &ranks[0].message(Some(1), Some(0)), Spans::default(), None) };
     assert!(matches!(refused, Err(Error::State(_))));
 }
 
@@ -214,7 +216,7 @@ fn a_broken_network_ends_what_needs_it() {
                 };
                 for _ in 0..2 {
                     // SAFETY: the memory lives until the request has ended.
-                    let send = unsafe { ranks[0].endpoint.send(&message, spans(&data), None) }.unwrap();
+                    let send = unsafe { Transfer::send(&ranks[0].endpoint, &message, spans(&data), None) }.unwrap();
                     let _ended = send.wait(None);
                 }
             });
@@ -268,9 +270,9 @@ fn groups_of_some_ranks_have_their_own_messages() {
     // SAFETY: the memory lives until both have ended.
     let (send, receive) = unsafe {
         let message = Message { group: &first_routes, ..ranks[1].message(Some(0), Some(0)) };
-        let send = ranks[1].endpoint.send(&message, spans(&second), None).unwrap();
+        let send = Transfer::send(&ranks[1].endpoint, &message, spans(&second), None).unwrap();
         let message = Message { group: &last_routes, ..ranks[3].message(None, None) };
-        (send, ranks[3].endpoint.receive(&message, spans_mut(&mut found), None).unwrap())
+        (send, Transfer::receive(&ranks[3].endpoint, &message, spans_mut(&mut found), None).unwrap())
     };
     assert_eq!(receive.wait(None), Ok(Status { source: 1, tag: 0, bytes: 20_000 }));
     assert_eq!(send.wait(None), Ok(Status { source: 1, tag: 0, bytes: 20_000 }));

@@ -15,7 +15,7 @@ use super::outgoing::Send;
 use super::progress::{Peers, ShortReceive, State};
 use super::remote::{Hosts, Remote};
 use super::remote_progress::closed;
-use super::request::{Request, Then, Transfer};
+use super::request::{Request, Started, Then};
 use super::routes::{GroupRoutes, Route};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -162,19 +162,19 @@ impl Endpoint {
     ///
     /// # Safety
     /// The memory of `from` is valid and not written until the send has ended.
-    pub unsafe fn send(self: &Arc<Self>, message: &Message<'_>, from: Spans, then: Option<Then>) -> Result<Transfer> {
+    pub unsafe fn send(&self, message: &Message<'_>, from: Spans, then: Option<Then>) -> Result<Started> {
         let sent = self.route(message, from.len())?;
         // SAFETY: guaranteed by the caller.
         if unsafe { self.send_at_once(message, &sent, &from) }? {
             if self.has_network {
                 self.shared.ensure_thread();
             }
-            return Ok(ended(sent.status(message), then));
+            return Ok(Started::ended(sent.status(message), then));
         }
         let request = Arc::new(Request::new(then));
         self.start_send(&request, &sent, message, from);
         self.shared.ensure_thread();
-        Ok(Transfer::Started(Arc::clone(self), request))
+        Ok(Started::Open(request))
     }
 
     fn start_send(&self, request: &Arc<Request>, sent: &Outbound, message: &Message<'_>, from: Spans) {
@@ -193,22 +193,17 @@ impl Endpoint {
     ///
     /// # Safety
     /// The memory of `into` is valid and used by nobody else until the receive has ended.
-    pub unsafe fn receive(
-        self: &Arc<Self>,
-        message: &Message<'_>,
-        into: Spans,
-        then: Option<Then>,
-    ) -> Result<Transfer> {
+    pub unsafe fn receive(&self, message: &Message<'_>, into: Spans, then: Option<Then>) -> Result<Started> {
         self.check_receive(message)?;
         // SAFETY: guaranteed by the caller.
         if let Some(status) = unsafe { self.receive_short(message, &into, false) } {
-            return Ok(ended(status, then));
+            return Ok(Started::ended(status, then));
         }
         let request = self.start_receive(message, into, then);
         if request.result().is_none() {
             self.shared.ensure_thread();
         }
-        Ok(Transfer::Started(Arc::clone(self), request))
+        Ok(Started::Open(request))
     }
 
     /// Whether a receive can start.
@@ -402,14 +397,6 @@ impl Endpoint {
             remote.take_departures();
         }
     }
-}
-
-/// A send or receive that ended at once.
-fn ended(status: Status, then: Option<Then>) -> Transfer {
-    if let Some(then) = then {
-        then(Ok(status));
-    }
-    Transfer::Ended(status)
 }
 
 impl Drop for Endpoint {

@@ -19,10 +19,12 @@ mod remote;
 mod remote_progress;
 mod request;
 mod routes;
+mod transfer;
 
 pub use endpoint::{Endpoint, Message};
 pub use message::{Limits, Scope, Spans, Status};
 pub use progress::Peers;
 pub use remote::Hosts;
-pub use request::{Request, Then, Transfer};
+pub use request::{Request, Started, Then};
 pub use routes::GroupRoutes;
+pub use transfer::Transfer;

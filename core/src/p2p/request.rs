@@ -1,11 +1,9 @@
-//! The handle of a send or receive.
+//! The result of a send or receive that has started.
 //!
 //! Thread rule: any thread.
 
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
 
-use super::endpoint::Endpoint;
 use super::message::Status;
 use crate::error::Result;
 use crate::lock::lock;
@@ -45,40 +43,19 @@ impl Request {
     }
 }
 
-/// A started send or receive.
-#[derive(Clone)]
-pub enum Transfer {
-    /// It ended at once.
+/// What a start has made.
+pub enum Started {
+    /// The send or receive ended at once.
     Ended(Status),
     /// It may be under way.
-    Started(Arc<Endpoint>, Arc<Request>),
+    Open(Arc<Request>),
 }
 
-impl Transfer {
-    /// The result, if it has ended.
-    pub fn result(&self) -> Option<Result<Status>> {
-        match self {
-            Transfer::Ended(status) => Some(Ok(*status)),
-            Transfer::Started(_, request) => request.result().cloned(),
+impl Started {
+    pub(super) fn ended(status: Status, then: Option<Then>) -> Started {
+        if let Some(then) = then {
+            then(Ok(status));
         }
-    }
-
-    /// As [`Transfer::result`], but makes progress. Does not block.
-    pub fn test(&self) -> Option<Result<Status>> {
-        match self {
-            Transfer::Ended(status) => Some(Ok(*status)),
-            Transfer::Started(endpoint, request) => endpoint.test(request),
-        }
-    }
-
-    /// Waits for the end, as [`Endpoint::wait`].
-    ///
-    /// # Errors
-    /// Those of the send or receive, and of the wait.
-    pub fn wait(&self, timeout: Option<Duration>) -> Result<Status> {
-        match self {
-            Transfer::Ended(status) => Ok(*status),
-            Transfer::Started(endpoint, request) => endpoint.wait(request, timeout),
-        }
+        Started::Ended(status)
     }
 }

@@ -87,7 +87,7 @@ pub(super) fn close(job: &Arc<Job>, answers: bool) -> Closed {
 pub unsafe fn send(group: &Group, from: Spans, options: &MessageOptions<'_>, then: Option<Then>) -> Result<Transfer> {
     let messenger = messenger(group)?;
     // SAFETY: guaranteed by the caller.
-    unsafe { messenger.endpoint().send(&group.message(messenger, options), from, then) }
+    unsafe { Transfer::send(messenger.endpoint(), &group.message(messenger, options), from, then) }
 }
 
 /// Starts to receive into `into`, as [`Endpoint::receive`].
@@ -105,7 +105,7 @@ pub unsafe fn receive(
 ) -> Result<Transfer> {
     let messenger = messenger(group)?;
     // SAFETY: guaranteed by the caller.
-    unsafe { messenger.endpoint().receive(&group.message(messenger, options), into, then) }
+    unsafe { Transfer::receive(messenger.endpoint(), &group.message(messenger, options), into, then) }
 }
 
 /// Sends `from`, as [`Endpoint::send_now`].

@@ -147,12 +147,12 @@ impl Rank {
 
     pub fn start_send(&self, to: usize, tag: u32, data: &[u8]) -> Transfer {
         // SAFETY: the tests keep the memory.
-        unsafe { self.endpoint.send(&self.message(Some(to), Some(tag)), spans(data), None) }.unwrap()
+        unsafe { Transfer::send(&self.endpoint, &self.message(Some(to), Some(tag)), spans(data), None) }.unwrap()
     }
 
     pub fn start_receive(&self, from: Option<usize>, tag: Option<u32>, data: &mut [u8]) -> Transfer {
         // SAFETY: as above.
-        unsafe { self.endpoint.receive(&self.message(from, tag), spans_mut(data), None) }.unwrap()
+        unsafe { Transfer::receive(&self.endpoint, &self.message(from, tag), spans_mut(data), None) }.unwrap()
     }
 
     pub fn send(&self, to: usize, tag: u32, data: &[u8]) {
