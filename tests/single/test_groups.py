@@ -36,7 +36,7 @@ def hosts() -> Iterator[Hosts]:
 @pytest.mark.heavy
 @pytest.mark.parametrize("per_host", [1, 2])
 def test_groups_between_hosts(program: str, hosts: Hosts, per_host: int) -> None:
-    finished = hosts.launch(per_host, [program], 120)
+    finished = hosts.launch(per_host, [program], 200)
     assert finished.returncode == 0, finished.output
 
 
@@ -45,7 +45,7 @@ def test_a_lost_rank_ends_its_groups_only(
     program: str, two_hosts: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     command = ending_together([program, "lost"], tmp_path, 4)
-    finished = request.getfixturevalue("hosts").launch(2, command, 120) if two_hosts else launch(4, command, 120)
+    finished = request.getfixturevalue("hosts").launch(2, command, 200) if two_hosts else launch(4, command, 200)
     assert not finished.timed_out, finished.output
     going_on = sorted(re.findall(r"rank (\d) goes on", finished.output))
     assert going_on == ["0", "1", "2"], finished.output
