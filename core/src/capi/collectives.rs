@@ -106,7 +106,7 @@ impl CCall {
         let (list, name) = (&mut Views::new(), &mut Cow::default());
         // SAFETY: the caller's promise.
         unsafe {
-            let buffers = array(self.buffers, self.count, "").ok()?;
+            let buffers = array(self.buffers, self.count, "the list of buffers").ok()?;
             let (words, timeout) = (self.words(buffers), to_timeout(self.timeout));
             collectives::try_small(
                 group,

@@ -48,7 +48,7 @@ impl Peers {
     }
 }
 
-/// A receive from one rank of the host whose caller waits, before it is posted.
+/// A receive from one rank of the host, before it is posted.
 pub struct ShortReceive<'a> {
     pub context: u64,
     /// The tag; `None` for any.
