@@ -298,6 +298,27 @@ def test_lists_of_arrays(collective: int) -> None:
             got.free()
 
 
+@pytest.mark.parametrize("length", [100, 1_000_000])
+def test_long_calls_in_flight(length: int) -> None:
+    """Of long calls, each chunk of the copies in host memory has several chunks of the group."""
+    rank, size, stream, team = dl_comm.rank(), dl_comm.size(), Stream(), 7
+    if team not in dl_comm.stats()["teams"]:
+        dl_comm.create_team(team, 2)
+    works, arrays, device = [], [], (dl_comm.local_rank() % GPUS, stream.handle.value or 0)
+    for step in range(8):
+        stream.sleep(3)
+        given, got = Array(numbers(rank + step, length, "f4"), stream), Array(np.zeros(length, "f4"), stream)
+        arrays.append((given, got))
+        lists, name = [(given.address.value, got.address.value, length, DTYPES["f4"])], f"flight {length} {step}"
+        works.append(DeviceWork(ALLREDUCE, lists, device, team=team, name=name))
+    for step, (work, (given, got)) in enumerate(zip(works, arrays, strict=True)):
+        assert work.wait() == 0
+        expected = functools.reduce(np.add, [numbers(other + step, length, "f4") for other in range(size)])
+        np.testing.assert_array_equal(got.get(), expected, err_msg=str(step))
+        given.free()
+        got.free()
+
+
 def test_an_all_to_all_of_pairs() -> None:
     """Rank r sends r + 2 s + 1 elements to rank s, none to its left neighbour."""
     rank, size = dl_comm.rank(), dl_comm.size()

@@ -169,9 +169,10 @@ impl StagingPipeline {
             if !channel.run_first_chunk(&host_call, wait_ctx)? {
                 return Err(Error::Internal(format!("ranks out of sync in chunk {chunk} of {}", call.full_name())));
             }
-            if host_call.layout.chunks() > 1 {
-                // A chunk may be longer than a slot.
-                channel.run_chunks(&host_call, 1..host_call.layout.chunks(), channel.plan(), wait_ctx)?;
+            // A chunk may be longer than a slot, unless the first round has moved all of it in place.
+            let plan = channel.plan();
+            if plan.chunks(&host_call) > 1 {
+                channel.run_chunks(&host_call, 1..plan.chunks(&host_call), plan, wait_ctx)?;
             }
             if needs_result {
                 self.busy_until[buffer] =
