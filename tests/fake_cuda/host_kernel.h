@@ -20,6 +20,8 @@ struct KernelArgs {
 
 // Maximum number of elements of an item.
 constexpr unsigned kMaxItemElements = 32768;
+// Bytes of all copies of the stop flag.
+constexpr std::size_t kStopBytes = 512 * 128;
 
 struct Index {
   unsigned x, y, z;

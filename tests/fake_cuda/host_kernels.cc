@@ -12,7 +12,8 @@
 namespace fake {
 namespace {
 
-static_assert(sizeof(KernelArgs) == sizeof(::KernelArgs) && sizeof(BlockRange) == sizeof(::BlockRange),
+static_assert(sizeof(KernelArgs) == sizeof(::KernelArgs) && sizeof(BlockRange) == sizeof(::BlockRange) &&
+                  kStopBytes == kStopCopies * kStopStride,
               "host_kernel.h differs from memory.cuh");
 
 template <void kKernel(const ::KernelArgs&)>

@@ -16,7 +16,7 @@ class Check {
     if (work_.nsources == 0 || work_.divisor == 0) die("%s: no sources, or divided by 0", kernel_.name);
     if (kernel_.name == std::string("copy_bytes") && work_.nsources != 1) die("copy_bytes: it copies one source");
     if (work_.stop != 0) {
-      touch("the stop word", work_.stop, 4, 4);
+      touch("the stop flag", work_.stop, kStopBytes, 4);
       if (*reinterpret_cast<const volatile unsigned*>(host_of(work_.stop)) != 0) return std::move(held_);
     }
     if (work_.nitems == 0) return std::move(held_);

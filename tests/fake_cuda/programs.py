@@ -187,9 +187,9 @@ def kernels() -> None:
 
 
 def stop() -> None:
-    """A kernel accesses no memory, not even freed memory, after its stop word is set."""
+    """A kernel accesses no memory, not even freed memory, after its stop flag is set; the only block reads copy 0."""
     start()
-    word, source, target = pinned(4), upload(struct.pack("2f", 1, 3)), upload(struct.pack("2f", 7, 7))
+    word, source, target = pinned(512 * 128), upload(struct.pack("2f", 1, 3)), upload(struct.pack("2f", 7, 7))
     number, device = ctypes.c_uint.from_address(word), c_ulonglong()
     ok(cuda.cuMemHostGetDevicePointer_v2(byref(device), c_void_p(word), 0))
     number.value = 1

@@ -10,7 +10,9 @@ use super::streams::{TEARDOWN_TIMEOUT, poll_until};
 use crate::collective::channel::Channel;
 use crate::error::{Error, Result};
 use crate::transport::arena::PeerMemory;
-use crate::transport::gpu::{Address, Context, DeviceBuffer, ExportedAllocation, Handle, PinnedHostBuffer, Stream};
+use crate::transport::gpu::{
+    Address, Context, DeviceBuffer, ExportedAllocation, Handle, KernelArgs, PinnedHostBuffer, Stream,
+};
 
 /// Size of the page with a rank's flag.
 pub(super) const PAGE: usize = 4096;
@@ -48,15 +50,15 @@ pub(super) struct StreamFlags {
     /// The number of this rank's last stream barrier.
     pub seq: AtomicU32,
     released: AtomicBool,
-    /// A flag that ends this rank's kernels: after a rank was lost, peer memory may be gone.
+    /// [`KernelArgs::STOP_COPIES`] of a flag that ends this rank's kernels: after a rank was lost, peer memory may be gone.
     stop: PinnedHostBuffer,
 }
 
 impl StreamFlags {
     pub fn new(context: &Arc<Context>, pages: Vec<Page>) -> Result<StreamFlags> {
-        let stop = PinnedHostBuffer::new(context, PAGE)?;
-        // SAFETY: only this object uses the page, and no GPU knows it yet.
-        unsafe { stop.memory().cast::<u32>().write(0) };
+        let stop = PinnedHostBuffer::new(context, KernelArgs::STOP_COPIES * KernelArgs::STOP_STRIDE)?;
+        // SAFETY: only this object uses the memory, and no GPU knows it yet.
+        unsafe { stop.memory().write_bytes(0, stop.bytes()) };
         Ok(StreamFlags { pages, seq: AtomicU32::new(0), released: AtomicBool::new(false), stop })
     }
 
@@ -65,7 +67,7 @@ impl StreamFlags {
         unsafe { &*self.pages[rank].memory.0.cast::<AtomicU32>() }
     }
 
-    /// The GPU's address of the stop flag.
+    /// The GPU's address of the first copy of the stop flag.
     pub fn stop_address(&self) -> Address {
         self.stop.address()
     }
@@ -85,8 +87,11 @@ impl StreamFlags {
     /// ranks do this. Repeat it while a stream may wait, because streams of other ranks may set their counters back.
     pub fn release_all(&self) {
         self.released.store(true, Ordering::Relaxed);
-        // SAFETY: only this counter is at that address, and GPUs only read it.
-        unsafe { &*self.stop.memory().cast::<AtomicU32>() }.store(1, Ordering::SeqCst);
+        for copy in 0..KernelArgs::STOP_COPIES {
+            // SAFETY: the copy is in the buffer, aligned, and GPUs only read it.
+            unsafe { &*self.stop.memory().add(copy * KernelArgs::STOP_STRIDE).cast::<AtomicU32>() }
+                .store(1, Ordering::SeqCst);
+        }
         let released = self.seq.load(Ordering::Relaxed).wrapping_add(1 << 30);
         (0..self.pages.len()).for_each(|rank| self.number(rank).store(released, Ordering::Release));
     }

@@ -90,8 +90,8 @@ impl BlockRange {
 pub struct KernelArgs {
     /// Device address of the lists; 0: they are in `table`.
     pub lists: Address,
-    /// Address of a 32-bit stop flag in pinned host memory, or 0. Each block checks it before each item and ends if it
-    /// is set.
+    /// Address of a 32-bit stop flag in pinned host memory, or 0: [`KernelArgs::STOP_COPIES`] of it. Each block checks
+    /// its copy before each item and ends if it is set.
     pub stop: Address,
     /// Offset of the [`BlockRange`]s in the lists, in bytes.
     pub items: u32,
@@ -116,6 +116,11 @@ pub struct KernelArgs {
 impl KernelArgs {
     /// Number of 64-bit entries in `table`.
     pub const TABLE: usize = 448;
+    /// Copies of the stop flag, more than blocks run at a time. On an H100, reads of one line of host memory take
+    /// 1.04 us each, one after the other.
+    pub const STOP_COPIES: usize = 512;
+    /// Bytes from one copy to the next: a line of the GPU's L2 cache.
+    pub const STOP_STRIDE: usize = 128;
 }
 
 /// The kernels for one compute capability, loaded into a context.

@@ -26,7 +26,7 @@ struct BlockRange {
 // Parameters of a launch. It writes the sum of the sources divided by `divisor` (1 to 2^31 - 1) to every target.
 struct KernelArgs {
   Address lists;  // device address of the lists; 0: they are in `table`
-  Address stop;   // of a flag that the host may set while the kernel runs, or 0
+  Address stop;   // of the copies of a flag that the host may set while the kernel runs, or 0
   // Byte offsets in the lists of BlockRange[nitems], Address[pieces][nsources] and Address[pieces][ntargets]. The
   // addresses are those of element 0 of each tensor range.
   unsigned items, sources, targets;
@@ -40,6 +40,12 @@ namespace {
 // With three blocks per multiprocessor a thread has 80 registers. That is enough except for f16 and bf16 with float64
 // sums.
 constexpr unsigned kMaxThreads = 256, kBlocks = 3;
+
+// The number of copies of the stop flag, and the bytes from one to the next; as in kernels.rs.
+constexpr unsigned kStopCopies = 512, kStopStride = 128;
+
+// The copy of the stop flag that this block reads. Reads of the same line of host memory wait for each other.
+__device__ __forceinline__ Address stop_copy(Address stop) { return stop + blockIdx.x % kStopCopies * kStopStride; }
 
 // A unit of 1, 2, 4, 8 or 16 bytes in 32-bit words. The upper part of an incomplete word is 0.
 template <unsigned kBytes>
@@ -74,7 +80,7 @@ __device__ __forceinline__ Address load_address(Address address) {
 __device__ __forceinline__ bool is_stopped(Address stop) {
   if (stop == 0) return false;
   unsigned word = 0;
-  if (threadIdx.x == 0) asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(word) : "l"(stop) : "memory");
+  if (threadIdx.x == 0) asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(word) : "l"(stop_copy(stop)) : "memory");
   return __syncthreads_or(static_cast<int>(word)) != 0;
 }
 
@@ -130,7 +136,7 @@ __device__ __forceinline__ Address address_of(const Address* memory) {
 __device__ __forceinline__ Address load_address(Address address) { return *at<const Address>(address); }
 
 __device__ __forceinline__ bool is_stopped(Address stop) {
-  return stop != 0 && *at<const volatile unsigned>(stop) != 0;
+  return stop != 0 && *at<const volatile unsigned>(stop_copy(stop)) != 0;
 }
 
 // Like a GPU, traps at an address that is not a multiple of the access size.
