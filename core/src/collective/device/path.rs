@@ -12,6 +12,9 @@ use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::gpu::{Context, nccl_version};
 
+/// NCCL's own variable (since 2.30): with 1, ranks may share a GPU.
+const NCCL_SHARES_GPU: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+
 /// A rank's GPU and the paths that it supports.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct GpuCapabilities {
@@ -19,6 +22,8 @@ pub(super) struct GpuCapabilities {
     uuid: String,
     /// NCCL's version, or why it is not available.
     nccl: std::result::Result<i32, String>,
+    /// Whether NCCL may have several ranks on a GPU.
+    nccl_shares_gpu: bool,
     /// Whether streams or the host wait, or why GPU IPC is not available.
     ipc: std::result::Result<SyncMode, String>,
 }
@@ -30,6 +35,7 @@ impl GpuCapabilities {
         GpuCapabilities {
             uuid: context.uuid.clone(),
             nccl: nccl_version().map_err(short_text),
+            nccl_shares_gpu: std::env::var(NCCL_SHARES_GPU).is_ok_and(|value| value.trim() == "1"),
             ipc: probe(context).map_err(short_text),
         }
     }
@@ -75,7 +81,7 @@ pub(super) fn choose_path(capabilities: &[GpuCapabilities], wanted: PathSetting,
     if capabilities.len() == 1 {
         return choice(Path::SingleRank, "");
     }
-    let (nccl, ipc) = (nccl_blocker(capabilities), ipc_blocker(capabilities, topology));
+    let (nccl, ipc) = (nccl_blocker(capabilities, wanted), ipc_blocker(capabilities, topology));
     let refuse = |name: &str, reason: &str| PathChoice {
         unavailable: Some(format!("DL_COMM_GPU_PATH is {name}, but {reason}")),
         ..choice(Path::Staged, "")
@@ -103,9 +109,10 @@ fn shared_gpu(capabilities: &[GpuCapabilities]) -> Option<(usize, usize)> {
         .find_map(|(rank, rank_capabilities)| owners.insert(&rank_capabilities.uuid, rank).map(|one| (one, rank)))
 }
 
-/// Why the group cannot use NCCL, if it cannot.
-fn nccl_blocker(capabilities: &[GpuCapabilities]) -> Option<String> {
-    if let Some((one, other)) = shared_gpu(capabilities) {
+/// Why the group cannot use NCCL, if it cannot. NCCL on a shared GPU is slow without MPS, so that it must be requested.
+fn nccl_blocker(capabilities: &[GpuCapabilities], wanted: PathSetting) -> Option<String> {
+    let may_share = wanted == PathSetting::Nccl && capabilities.iter().all(|rank| rank.nccl_shares_gpu);
+    if let Some((one, other)) = shared_gpu(capabilities).filter(|_| !may_share) {
         return Some(format!("ranks {one} and {other} share a GPU"));
     }
     for (rank, rank_capabilities) in capabilities.iter().enumerate() {
@@ -144,7 +151,7 @@ mod tests {
     use super::*;
 
     fn gpu(uuid: &str) -> GpuCapabilities {
-        GpuCapabilities { uuid: uuid.into(), nccl: Ok(22809), ipc: Ok(SyncMode::Stream) }
+        GpuCapabilities { uuid: uuid.into(), nccl: Ok(22809), nccl_shares_gpu: false, ipc: Ok(SyncMode::Stream) }
     }
 
     fn choose(capabilities: &[GpuCapabilities], hosts: &[usize], wanted: PathSetting) -> PathChoice {
@@ -163,6 +170,15 @@ mod tests {
         assert_eq!(shared.path, Path::Ipc(SyncMode::Stream));
         assert!(shared.reason.contains("ranks 0 and 1 share a GPU"), "{}", shared.reason);
         assert_eq!(choose(&[gpu("a")], &[0], PathSetting::Nccl).path, Path::SingleRank);
+    }
+
+    #[test]
+    fn nccl_shares_a_gpu_if_all_ranks_allow_it_and_it_is_requested() {
+        let allowing = GpuCapabilities { nccl_shares_gpu: true, ..gpu("a") };
+        let all = [allowing.clone(), allowing.clone()];
+        assert_eq!(choose(&all, &[0, 0], PathSetting::Nccl).path, Path::Nccl);
+        assert_eq!(choose(&all, &[0, 0], PathSetting::Auto).path, Path::Ipc(SyncMode::Stream));
+        assert!(choose(&[allowing, gpu("a")], &[0, 0], PathSetting::Nccl).checked().is_err());
     }
 
     #[test]
