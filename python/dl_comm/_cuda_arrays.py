@@ -6,6 +6,7 @@ name their stream; without one it is the GPU's default stream.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from dl_comm import _dl_comm
@@ -42,8 +43,12 @@ def broadcast(arrays: list[Any], root: int, limit: float) -> list[Any]:
 
 
 def _like(array: Any) -> Any:
+    """A new array; CuPy's have no namespace of the array API."""
     if hasattr(array, "__array_namespace__"):
         return array.__array_namespace__().empty_like(array)
+    library = sys.modules.get(type(array).__module__.partition(".")[0])
+    if library is not None and hasattr(library, "empty_like"):
+        return library.empty_like(array)
     raise ArgumentError(f"dl_comm cannot make arrays like a {type(array).__name__}; pass out=, arrays for the means")
 
 
