@@ -109,8 +109,9 @@ class Nccl(CudaTensors):
     def __init__(self) -> None:
         super().__init__()
         self.rank, self.ranks = numbered()
-        if not self.torch.cuda.is_available() or self.torch.cuda.device_count() < self.ranks:
-            raise RuntimeError("NCCL needs a GPU for each rank")
+        shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if not self.torch.cuda.is_available() or (self.torch.cuda.device_count() < self.ranks and not shares):
+            raise RuntimeError("NCCL needs a GPU for each rank, or NCCL_MULTI_RANK_GPU_ENABLE=1")
         self.use(self.rank)
         self.distributed = importlib.import_module("torch.distributed")
         store = f"file://{os.environ['BENCH_STORE']}"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-_MARK = "DL_COMM_BENCHMARK_JOB"
+_MARK = "BENCH_JOB"
 _BARRIER_BYTES = 1 << 16  # SPIN_BYTES or more
 _TAIL = 600
 
