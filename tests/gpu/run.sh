@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tests dl_comm on the GPUs of this machine:  tests/gpu/run.sh [WHEELS [PART...]]  or  tests/gpu/run.sh WHEELS stage N...
 # WHEELS is a folder from tests/gpu/wheel.sh, installed into a temporary folder for this run; "-" tests the installed
-# packages. Parts: auto ipc staged nccl (averages on that path), hosts, faults, mnist, memcheck, benchmark; all by default.
+# packages. Parts: auto ipc staged nccl (the tests on that path), distributed (torch.distributed), hosts, faults, mnist,
+# memcheck, benchmark; all by default.
 # Stages (1 to 10) are lists of parts in the recommended order for a new machine, each of ten minutes at most (README.md).
 # PYTHON (python3) needs torch and NumPy; RANKS are the numbers of ranks ("1 2 3 4"); BENCH are options of
 # benchmarks.allreduce; OUT (gpu_out) gets the log and results.json; each run appends to it.
@@ -18,16 +19,16 @@ if [ "${1:-}" = stage ]; then
   set --
 fi
 parts=("$@")
-[ $# -gt 0 ] || [ ${#stages[@]} -gt 0 ] || parts=(auto ipc staged nccl hosts faults mnist memcheck benchmark)
+[ $# -gt 0 ] || [ ${#stages[@]} -gt 0 ] || parts=(auto ipc staged nccl distributed hosts faults mnist memcheck benchmark)
 export OUT=${OUT:-$PWD/gpu_out}
 python=${PYTHON:-python3}
 ranks=(${RANKS:-1 2 3 4})
 device=${DL_COMM_TEST_DEVICE:-cuda}
 bench=${BENCH:---ranks 2 --sizes 4K 256M --dtypes f32 bf16 --kinds buffer latency}
-on_ranks=(tests/gpu/test_gpu_{average,calls,streams,training}.py)
+on_ranks=(tests/gpu/test_gpu_{average,calls,collectives,arrays,streams,training}.py)
 for part in "${parts[@]}"; do
   case $part in
-    auto | ipc | staged | nccl | hosts | faults | mnist | memcheck | benchmark) ;;
+    auto | ipc | staged | nccl | distributed | hosts | faults | mnist | memcheck | benchmark) ;;
     *) echo "run.sh: no part $part" >&2; exit 2 ;;
   esac
 done
@@ -105,14 +106,36 @@ test_on() { # RANKS SECONDS ARGUMENT...: pytest on ranks
   "$python" tests/launch.py "$count" "$seconds" "$python" -m pytest -q --tb=short --maxfail=5 "$@"
 }
 
-by_path() { # PATH [TEXT]: the tests of averages, and a label
-  local count
+has_mps() { # whether there are a GPU and NVIDIA's Multi-Process Service (MPS)
+  [ "$gpus" -gt 0 ] && command -v nvidia-cuda-mps-control >/dev/null
+}
+
+nccl_runs_on() { # RANKS: whether NCCL can; before 2.30 it needs a GPU for each rank
+  [ "$1" -le "$gpus" ] || { has_mps && "$python" -c 'import ctypes, torch
+version = ctypes.c_int()
+ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+raise SystemExit(version.value < 23000)'; }
+}
+
+by_path() { # PATH [TEXT]: the tests on that path, and a label
+  local count run
   for count in "${ranks[@]}"; do
-    if [ "$1" = nccl ] && [ "$count" -gt "$gpus" ]; then
-      leave_out "nccl on $count ranks" "NCCL needs one GPU for each rank, found $gpus"
+    run=(test_on)
+    if [ "$1" = nccl ] && ! nccl_runs_on "$count"; then
+      leave_out "nccl on $count ranks" "found $gpus GPUs; NCCL needs one for each rank, or NCCL 2.30 and MPS"
       continue
     fi
-    DL_COMM_GPU_PATH=$1 step "$1 on $count ranks${2:+, $2}" test_on "$count" 240 "${on_ranks[@]}"
+    [ "$1" != nccl ] || [ "$count" -le "$gpus" ] || run=(with_mps test_on)
+    DL_COMM_GPU_PATH=$1 NCCL_MULTI_RANK_GPU_ENABLE=1 step "$1 on $count ranks${2:+, $2}" \
+      "${run[@]}" "$count" 240 "${on_ranks[@]}"
+  done
+}
+
+distributed() { # the backend of torch.distributed, which starts its ranks without MPI
+  local count
+  for count in "${ranks[@]}"; do
+    step "torch.distributed on $count ranks" "$python" tests/ranks.py "$count" "$(at_most 240)" \
+      "$python" -m pytest -q --tb=short --maxfail=5 tests/gpu/test_gpu_distributed.py
   done
 }
 
@@ -138,35 +161,30 @@ memcheck() { # one allocation for each tensor, so that an access beyond its end 
     return
   fi
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 DL_COMM_TIMEOUT_S=200 step "memcheck on 2 ranks" "$python" tests/launch.py 2 "$(at_most 400)" \
-    "$sanitizer" --tool memcheck --error-exitcode 86 --print-limit 20 \
+    "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 86 --print-limit 20 \
     "$python" -m pytest -q --tb=short --maxfail=1 -k "not large and not thousands" tests/gpu/test_gpu_average.py
 }
 
-benchmark() { # [NAME]: benchmarks.allreduce with $BENCH, results in a folder of that name
+benchmark() { # [NAME [PREFIX]]: benchmarks.allreduce with $BENCH, results in a folder of that name
   local name=${1:-benchmark}
   if [ "$device" = cpu ] || ! "$python" -m benchmarks.allreduce --help 2>/dev/null | grep -q -- --device; then
     leave_out "$name" "no GPU, or benchmarks.allreduce has no --device"
     return
   fi
   # shellcheck disable=SC2086 # split into words
-  step "$name" timeout -k 10 "$(at_most 560)" "$python" -m benchmarks.allreduce --device cuda $bench --out "$OUT/$name"
+  step "$name" ${2:-} timeout -k 10 "$(at_most 560)" "$python" -m benchmarks.allreduce --device cuda $bench --out "$OUT/$name"
 }
 
-under_mps() { # the benchmark, with NVIDIA's Multi-Process Service if this user may start it
-  if [ "$device" = cpu ] || ! command -v nvidia-cuda-mps-control >/dev/null; then
-    leave_out benchmark_mps "no GPU or no nvidia-cuda-mps-control"
-    return
-  fi
+with_mps() { # COMMAND...: runs it with MPS, which runs kernels of several processes at a time
+  local status
   CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
   export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
-  if nvidia-cuda-mps-control -d; then
-    benchmark benchmark_mps
-    echo quit | nvidia-cuda-mps-control
-  else
-    leave_out benchmark_mps "this user may not start the Multi-Process Service"
-  fi
+  nvidia-cuda-mps-control -d && "$@"
+  status=$?
+  echo quit | nvidia-cuda-mps-control
   rm -rf "$CUDA_MPS_PIPE_DIRECTORY"
   unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+  return $status
 }
 
 driver() { # compares the driver with the fake driver
@@ -189,10 +207,14 @@ run_part() { # PART
   local path
   case $1 in
     auto | ipc | staged | nccl) by_path "$1" ;;
+    distributed) distributed ;;
     hosts) hosts ;;
     faults)
       for path in ipc staged; do DL_COMM_GPU_PATH=$path step "faults by $path" alone 280 tests/gpu/test_gpu_faults.py; done
-      [ "$gpus" -lt 2 ] || DL_COMM_GPU_PATH=nccl step "faults by nccl" alone 280 tests/gpu/test_gpu_faults.py
+      # Without MPS, whose other processes fail too if one is killed.
+      if nccl_runs_on 2; then
+        DL_COMM_GPU_PATH=nccl NCCL_MULTI_RANK_GPU_ENABLE=1 step "faults by nccl" alone 280 tests/gpu/test_gpu_faults.py
+      fi
       ;;
     mnist) step mnist alone 220 tests/gpu/test_gpu_mnist.py ;;
     memcheck) memcheck ;;
@@ -222,11 +244,12 @@ run_stage() { # NUMBER
       ;;
     9)
       ranks=(${RANKS:-3 4})
-      for part in ipc hosts mnist; do run_part "$part"; done
+      for part in ipc distributed hosts mnist; do run_part "$part"; done
       ;;
     10)
       run_part memcheck
-      under_mps
+      if has_mps; then benchmark benchmark_mps with_mps; else leave_out benchmark_mps "no GPU or no MPS"; fi
+      ranks=(${RANKS:-2}) && run_part nccl
       ;;
   esac
 }
