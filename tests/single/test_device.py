@@ -81,7 +81,7 @@ def test_results(fake_cuda: Path, ranks: int, path: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "path"),
     [(3, "nccl"), (3, "ipc")]
-    + [pytest.param(*each, marks=pytest.mark.heavy) for each in [(1, "nccl"), (2, "nccl"), (2, "ipc"), (2, "staged")]],
+    + [pytest.param(*each, marks=pytest.mark.heavy) for each in [(1, "nccl"), (2, "nccl"), (2, "ipc"), (3, "staged")]],
     ids=str,
 )
 def test_collectives(fake_cuda: Path, ranks: int, path: str) -> None:

@@ -37,6 +37,22 @@ def test_results(fake_cuda: Path, per_host: list[int], path: str, more: dict[str
     assert finished.returncode == 0, finished.output
 
 
+@pytest.mark.parametrize(
+    ("per_host", "path", "more"),
+    [
+        heavy([2, 2], "ipc+staged", {}),
+        heavy([3, 2], "ipc+staged", {"DL_COMM_PIPELINE_CHUNK_KB": "32"}),
+        ([1, 1], "staged", {"FAKE_CUDA_DELAY_US": "300"}),
+    ],
+    ids=str,
+)
+def test_collectives(fake_cuda: Path, per_host: list[int], path: str, more: dict[str, str]) -> None:
+    with Hosts(len(per_host)) as hosts:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", str(PROGRAMS / "test_collectives.py")]
+        finished = hosts.launch(per_host, command, 300, {**environment(fake_cuda), "PATH_EXPECTED": path, **more})
+    assert finished.returncode == 0, finished.output
+
+
 LOST = """
 import os, time
 import numpy as np
