@@ -300,23 +300,42 @@ def test_lists_of_arrays(collective: int) -> None:
 
 @pytest.mark.parametrize("length", [100, 1_000_000])
 def test_long_calls_in_flight(length: int) -> None:
-    """Of long calls, each chunk of the copies in host memory has several chunks of the group."""
+    """Sums of integers go through the host. Of long calls, each chunk there has several chunks of the group."""
     rank, size, stream, team = dl_comm.rank(), dl_comm.size(), Stream(), 7
     if team not in dl_comm.stats()["teams"]:
         dl_comm.create_team(team, 2)
     works, arrays, device = [], [], (dl_comm.local_rank() % GPUS, stream.handle.value or 0)
     for step in range(8):
         stream.sleep(3)
-        given, got = Array(numbers(rank + step, length, "f4"), stream), Array(np.zeros(length, "f4"), stream)
+        given, got = Array(numbers(rank + step, length, "i4"), stream), Array(np.zeros(length, "i4"), stream)
         arrays.append((given, got))
-        lists, name = [(given.address.value, got.address.value, length, DTYPES["f4"])], f"flight {length} {step}"
+        lists, name = [(given.address.value, got.address.value, length, DTYPES["i4"])], f"flight {length} {step}"
         works.append(DeviceWork(ALLREDUCE, lists, device, team=team, name=name))
     for step, (work, (given, got)) in enumerate(zip(works, arrays, strict=True)):
         assert work.wait() == 0
-        expected = functools.reduce(np.add, [numbers(other + step, length, "f4") for other in range(size)])
+        expected = functools.reduce(np.add, [numbers(other + step, length, "i4") for other in range(size)])
         np.testing.assert_array_equal(got.get(), expected, err_msg=str(step))
         given.free()
         got.free()
+
+
+@pytest.mark.parametrize("dtype", ["f2", "i4", "f8"])
+@pytest.mark.parametrize("length", [100, 70_001])
+def test_sums_have_the_bits_of_those_in_host_memory(dtype: str, length: int) -> None:
+    """Between GPUs by kernels: no data is copied to the host."""
+    random = np.random.default_rng(dl_comm.rank()).standard_normal(length).astype(dtype)
+    expected, array = dl_comm.allreduce(random), Array(random)
+    before = counters()[3]
+    lists = [(array.address.value, array.address.value, length, DTYPES[dtype])]
+    assert DeviceWork(ALLREDUCE, lists, place(), name=f"sum {dtype} {length}").wait() == 0
+    copies, found = counters()[3] - before, array.get()
+    if uses_nccl():
+        np.testing.assert_allclose(found, expected, rtol=1e-2 if dtype == "f2" else 1e-5, atol=1e-2)
+    else:
+        np.testing.assert_array_equal(found, expected)
+    if os.environ["PATH_EXPECTED"] == "ipc":
+        assert copies == 0
+    array.free()
 
 
 def test_an_all_to_all_of_pairs() -> None:

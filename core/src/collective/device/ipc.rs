@@ -22,6 +22,7 @@ use crate::collective::channel::Channel;
 use crate::collective::operation::Op;
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::reduce::ReduceOp;
 use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, Event, ExportUpdates, PeerImports, ReportedExports};
 use crate::wire_layout::{TensorRange, slice};
@@ -297,7 +298,8 @@ impl IpcPath {
     fn launch(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let stream = &self.peers.stream;
         let (acc_f64, copies) = (call.accumulates_f64(), call.op.is_broadcast());
-        self.launcher.run(call.divisor(), stream, wait_ctx, |kernels, dtype, args| {
+        let divisor = if call.op.reduce == ReduceOp::Mean { call.divisor() } else { 1 };
+        self.launcher.run(divisor, stream, wait_ctx, |kernels, dtype, args| {
             // SAFETY: the call owns all ranks' tensors; between barriers each slice belongs to one rank.
             unsafe {
                 if copies {

@@ -51,9 +51,12 @@ fn type_index(dtype: DType, precise: bool) -> Option<usize> {
     })
 }
 
-/// Whether there are kernels for `reduction`. Without them, it must run on the host.
+/// Whether there are kernels for `reduction`: means, and sums of floating point, which are means with the divisor 1. (Sums
+/// of integers have other accumulators on the host.) Without kernels, it must run on the host.
 pub fn has_kernel(reduction: Reduction) -> bool {
-    reduction.op == ReduceOp::Mean && type_index(reduction.dtype, reduction.acc_f64).is_some()
+    let is_float = matches!(reduction.dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
+    let has_op = reduction.op == ReduceOp::Mean || (reduction.op == ReduceOp::Sum && is_float);
+    has_op && type_index(reduction.dtype, reduction.acc_f64).is_some()
 }
 
 /// The function for `dtype`.
@@ -374,6 +377,7 @@ mod tests {
 
     #[test]
     fn reductions_without_a_kernel_are_known() {
+        const FLOATS: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
         let mut names = Vec::new();
         for dtype in DType::ALL {
             for acc_f64 in [false, true] {
@@ -382,6 +386,8 @@ mod tests {
                 assert_eq!(has_kernel(mean), index.is_some(), "{mean:?}");
                 names.extend(index.map(|index| TYPES[index]));
                 assert!(!has_kernel(Reduction { op: ReduceOp::Max, ..mean }), "{dtype:?}");
+                let is_float = FLOATS.contains(&dtype);
+                assert_eq!(has_kernel(Reduction { op: ReduceOp::Sum, ..mean }), is_float, "{dtype:?}");
             }
         }
         assert!(TYPES.iter().all(|name| names.contains(name)), "{names:?}");
