@@ -19,6 +19,14 @@ def heavy(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.heavy)
 
 
+def run(fake_cuda: Path, per_host: list[int], program: str, settings: dict[str, str]) -> None:
+    """Run a file of tests on so many ranks of each host."""
+    with Hosts(len(per_host)) as hosts:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", str(PROGRAMS / program)]
+        finished = hosts.launch(per_host, command, 300, {**environment(fake_cuda), **settings})
+    assert finished.returncode == 0, finished.output
+
+
 @pytest.mark.parametrize(
     ("per_host", "path", "more"),
     [
@@ -31,10 +39,7 @@ def heavy(*values: Any) -> Any:
     ids=str,
 )
 def test_results(fake_cuda: Path, per_host: list[int], path: str, more: dict[str, str]) -> None:
-    with Hosts(len(per_host)) as hosts:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", str(PROGRAMS / "test_arrays.py")]
-        finished = hosts.launch(per_host, command, 200, {**environment(fake_cuda), "PATH_EXPECTED": path, **more})
-    assert finished.returncode == 0, finished.output
+    run(fake_cuda, per_host, "test_arrays.py", {"PATH_EXPECTED": path, **more})
 
 
 @pytest.mark.parametrize(
@@ -47,10 +52,7 @@ def test_results(fake_cuda: Path, per_host: list[int], path: str, more: dict[str
     ids=str,
 )
 def test_collectives(fake_cuda: Path, per_host: list[int], path: str, more: dict[str, str]) -> None:
-    with Hosts(len(per_host)) as hosts:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", str(PROGRAMS / "test_collectives.py")]
-        finished = hosts.launch(per_host, command, 300, {**environment(fake_cuda), "PATH_EXPECTED": path, **more})
-    assert finished.returncode == 0, finished.output
+    run(fake_cuda, per_host, "test_collectives.py", {"PATH_EXPECTED": path, **more})
 
 
 LOST = """
