@@ -86,6 +86,11 @@ impl DType {
             None => Err(unknown(code)),
         }
     }
+
+    /// Whether it is floating point; complex numbers are not.
+    pub fn is_float(self) -> bool {
+        matches!(self, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
+    }
 }
 
 #[cold]

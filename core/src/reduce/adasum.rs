@@ -92,7 +92,7 @@ impl Work for f64 {
 
 /// Whether Adasum has a meaning for `dtype`.
 pub(crate) fn accepts(dtype: DType) -> bool {
-    matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
+    dtype.is_float()
 }
 
 /// The products a·a, b·b and a·b, in float64.

@@ -33,15 +33,14 @@ impl NcclOperator {
     /// these types, without float64, and divides integers otherwise.
     pub fn of(reduction: Reduction) -> Option<NcclOperator> {
         let Reduction { op, dtype, acc_f64, .. } = reduction;
-        let is_float = matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
-        let accumulates = !is_float || !acc_f64 || dtype == DType::F64;
+        let accumulates = !dtype.is_float() || !acc_f64 || dtype == DType::F64;
         let known = |op: RedOp, holds: bool| holds.then_some(NcclOperator::Known(op));
         if !nccl_reduces(dtype) {
             return None;
         }
         match op {
             ReduceOp::Sum => known(RedOp::SUM, accumulates),
-            ReduceOp::Mean => known(RedOp::AVERAGE, accumulates && is_float),
+            ReduceOp::Mean => known(RedOp::AVERAGE, accumulates && dtype.is_float()),
             ReduceOp::Product => known(RedOp::PRODUCT, accumulates),
             ReduceOp::Min => known(RedOp::MIN, true),
             ReduceOp::Max => known(RedOp::MAX, true),

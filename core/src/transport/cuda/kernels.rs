@@ -54,9 +54,9 @@ fn type_index(dtype: DType, precise: bool) -> Option<usize> {
 /// Whether there are kernels for `reduction`: means, and sums of floating point, which are means with the divisor 1. (Sums
 /// of integers have other accumulators on the host.) Without kernels, it must run on the host.
 pub fn has_kernel(reduction: Reduction) -> bool {
-    let is_float = matches!(reduction.dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
-    let has_op = reduction.op == ReduceOp::Mean || (reduction.op == ReduceOp::Sum && is_float);
-    has_op && type_index(reduction.dtype, reduction.acc_f64).is_some()
+    let Reduction { op, dtype, .. } = reduction;
+    let has_op = op == ReduceOp::Mean || (op == ReduceOp::Sum && dtype.is_float());
+    has_op && type_index(dtype, reduction.acc_f64).is_some()
 }
 
 /// The function for `dtype`.
