@@ -13,20 +13,12 @@ import torch
 
 import dl_comm.torch as cdl
 from job import Job
+from values import FLOATS, late, small
 
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
 COMPLEX = [torch.complex64, torch.complex128]
 ALL = [*FLOATS, *INTEGERS, *COMPLEX, torch.bool]
 LENGTHS = [0, 1, 777, 100_001]
-BUSY = 5_000_000
-"""GPU cycles: a few milliseconds."""
-
-
-def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small numbers in host memory, others on each rank: sums and products are exact in every type."""
-    numbers = (torch.arange(count) * 3 + rank) % 5 + 1
-    return numbers % 2 == 0 if dtype == torch.bool else numbers.to(dtype)
 
 
 def operators(dtype: torch.dtype) -> list[str]:
@@ -35,14 +27,8 @@ def operators(dtype: torch.dtype) -> list[str]:
         return ["bit_and", "bit_or", "bit_xor"]
     if dtype.is_complex:
         return ["sum", "mean"]
-    return [
-        "sum",
-        "mean",
-        "min",
-        "max",
-        "product",
-        *([] if dtype.is_floating_point else ["bit_and", "bit_or", "bit_xor"]),
-    ]
+    bits = [] if dtype.is_floating_point else ["bit_and", "bit_or", "bit_xor"]
+    return ["sum", "mean", "min", "max", "product", *bits]
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, job: Job, text: object) -> None:
@@ -58,20 +44,11 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, job: Job, text: obj
     assert torch.equal(found.to(wide), expected.to(wide)), text
 
 
-def late(job: Job, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the device, which is complete only after some time."""
-    if not job.on_gpu:
-        return tensor.clone()
-    pinned, copy = tensor.pin_memory() if tensor.numel() else tensor, torch.zeros_like(tensor, device=job.device)
-    torch.cuda._sleep(BUSY)
-    return copy.copy_(pinned, non_blocking=True)
-
-
 def compare(job: Job, call: Callable[[Any], Any], given: Any, text: object) -> None:
     """Makes a call with tensors in host memory and on the device. The inputs must not change."""
     is_list = isinstance(given, list)
     inputs = given if is_list else [given]
-    expected, on_device = call(given), [late(job, tensor) for tensor in inputs]
+    expected, on_device = call(given), [late(tensor, job.device) for tensor in inputs]
     found = call(on_device if is_list else on_device[0])
     if expected is None:
         assert found is None, text
@@ -86,17 +63,17 @@ def compare(job: Job, call: Callable[[Any], Any], given: Any, text: object) -> N
 def test_reductions_of_every_operator_and_type(job: Job, dtype: torch.dtype) -> None:
     for op in operators(dtype):
         for length in LENGTHS:
-            mine = values(job.rank, length, dtype)
+            mine = small(job.rank, length, dtype)
             compare(job, lambda x, op=op: cdl.allreduce(x, op), mine, ("allreduce", op, length))
             compare(job, lambda x, op=op: cdl.reduce(x, job.size - 1, op), mine, ("reduce", op, length))
-            blocks = values(job.rank, length * job.size, dtype)
+            blocks = small(job.rank, length * job.size, dtype)
             compare(job, lambda x, op=op: cdl.reduce_scatter(x, op), blocks, ("reduce_scatter", op, length))
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_moves_of_every_type(job: Job, dtype: torch.dtype) -> None:
     for length in LENGTHS:
-        mine, blocks = values(job.rank, length, dtype), values(job.rank, length * job.size, dtype)
+        mine, blocks = small(job.rank, length, dtype), small(job.rank, length * job.size, dtype)
         compare(job, cdl.all_gather, mine, ("all_gather", length))
         compare(job, cdl.all_to_all, blocks, ("all_to_all", length))
         for root in range(job.size):
@@ -106,23 +83,21 @@ def test_moves_of_every_type(job: Job, dtype: torch.dtype) -> None:
 
 def test_blocks_of_different_lengths(job: Job) -> None:
     counts = [0 if rank == 1 else 1000 * rank + 7 for rank in range(job.size)]
-    mine = values(job.rank, counts[job.rank], torch.float32)
-    whole = values(job.rank, sum(counts), torch.float32)
+    mine = small(job.rank, counts[job.rank], torch.float32)
+    whole = small(job.rank, sum(counts), torch.float32)
     compare(job, lambda x: cdl.all_gather(x, ragged=True), mine, "all_gather")
     compare(job, lambda x: cdl.gather(x, 0, counts=counts), mine, "gather")
     compare(job, lambda x: cdl.scatter(x, 0, counts=counts), whole, "scatter")
     compare(job, lambda x: cdl.reduce_scatter(x, counts=counts), whole, "reduce_scatter")
     send = [(job.rank + other) % 3 * 100 for other in range(job.size)]
-    compare(
-        job, lambda x: cdl.all_to_all(x, send_counts=send), values(job.rank, sum(send), torch.float32), "all_to_all"
-    )
+    compare(job, lambda x: cdl.all_to_all(x, send_counts=send), small(job.rank, sum(send), torch.float32), "all_to_all")
 
 
 def test_lists(job: Job) -> None:
-    mine = [values(job.rank, length, torch.float32) for length in (5, 0, 70_000, 1)]
+    mine = [small(job.rank, length, torch.float32) for length in (5, 0, 70_000, 1)]
     compare(job, lambda x: cdl.allreduce(x, "max"), mine, "allreduce")
     compare(job, cdl.all_gather, mine, "all_gather")
-    blocks = [values(job.rank, length * job.size, torch.float32) for length in (5, 0, 70_000, 1)]
+    blocks = [small(job.rank, length * job.size, torch.float32) for length in (5, 0, 70_000, 1)]
     compare(job, cdl.reduce_scatter, blocks, "reduce_scatter")
 
 
@@ -131,27 +106,27 @@ def test_scaled_sums(job: Job, dtype: torch.dtype) -> None:
     for prescale, postscale in ((0.5, 1.0), (1.0, 0.25), (0.1, 3.0)):
         for length in (5, 100_001):
             scaled = lambda x, a=prescale, b=postscale: cdl.allreduce(x, prescale=a, postscale=b)  # noqa: E731
-            compare(job, scaled, values(job.rank, length, dtype), (prescale, postscale, length))
+            compare(job, scaled, small(job.rank, length, dtype), (prescale, postscale, length))
 
 
 @pytest.mark.parametrize("length", [100, 1_000_000])
 def test_many_calls_in_flight(job: Job, length: int) -> None:
     """Their results are complete for the stream on which the handle was waited for."""
-    inputs = [late(job, values(job.rank + step, length, torch.float32)) for step in range(8)]
+    inputs = [late(small(job.rank + step, length, torch.float32), job.device) for step in range(8)]
     works = [cdl.allreduce(tensor, name=f"{length} {step}", async_op=True) for step, tensor in enumerate(inputs)]
     for step, work in enumerate(works):
-        expected = sum(values(rank + step, length, torch.float32) for rank in range(job.size))
+        expected = sum(small(rank + step, length, torch.float32) for rank in range(job.size))
         assert_same(work.wait(), expected, job, step)
 
 
 def test_results_in_given_tensors(job: Job) -> None:
-    mine = late(job, values(job.rank, 1000, torch.float32))
+    mine = late(small(job.rank, 1000, torch.float32), job.device)
     everything = torch.zeros(1000 * job.size, device=job.device)
     assert cdl.all_gather(mine, out=everything) is everything
-    expected = torch.cat([values(rank, 1000, torch.float32) for rank in range(job.size)])
+    expected = torch.cat([small(rank, 1000, torch.float32) for rank in range(job.size)])
     assert_same(everything, expected, job, "all_gather")
     cdl.allreduce(mine, out=mine)
-    assert_same(mine, sum(values(rank, 1000, torch.float32) for rank in range(job.size)), job, "in place")
+    assert_same(mine, sum(small(rank, 1000, torch.float32) for rank in range(job.size)), job, "in place")
 
 
 def test_groups(job: Job) -> None:
@@ -160,8 +135,8 @@ def test_groups(job: Job) -> None:
         for step in range(3):
             for group in (everyone, alternate, alone):
                 for length in (10, 200_000):
-                    mine = late(job, values(job.rank + step, length, torch.float32))
-                    expected = sum(values(rank + step, length, torch.float32) for rank in group.ranks)
+                    mine = late(small(job.rank + step, length, torch.float32), job.device)
+                    expected = sum(small(rank + step, length, torch.float32) for rank in group.ranks)
                     assert_same(cdl.allreduce(mine, group=group), expected, job, (step, group.ranks, length))
 
 

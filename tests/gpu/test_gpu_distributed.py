@@ -17,13 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dl_comm.torch  # noqa: F401 (registers the backend)
 from job import KIND
+from values import FLOATS, late, small
 
 STEPS, ROWS = 4, 6
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 TYPES = [*FLOATS, torch.uint8, torch.int16, torch.int64, torch.complex64, torch.bool]
-BUSY = 5_000_000
-"""GPU cycles: a few milliseconds."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,21 +35,6 @@ def device() -> Iterator[torch.device]:
     yield found
     dist.barrier()
     dist.destroy_process_group()
-
-
-def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small numbers in host memory, others on each rank."""
-    numbers = (torch.arange(count) * 3 + rank) % 5 + 1
-    return numbers % 2 == 0 if dtype == torch.bool else numbers.to(dtype)
-
-
-def late(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device, which is complete only after some time."""
-    if device.type == "cpu":
-        return tensor.clone()
-    pinned, copy = tensor.pin_memory(), torch.zeros_like(tensor, device=device)
-    torch.cuda._sleep(BUSY)
-    return copy.copy_(pinned, non_blocking=True)
 
 
 def empty(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
@@ -137,23 +120,23 @@ def test_reductions(call: Callable[..., list[torch.Tensor]], dtype: torch.dtype,
         operators = operators[:2]
     for op in operators:
         for count in (1, 777, 100_001):
-            compare(lambda mine, op=op: call(mine, op), values(RANK, count, dtype), device)
+            compare(lambda mine, op=op: call(mine, op), small(RANK, count, dtype), device)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("call", MOVES, ids=lambda call: call.__name__)
 def test_moves(call: Callable[..., list[torch.Tensor]], dtype: torch.dtype, device: torch.device) -> None:
     for count in (1, 777, 100_001):
-        compare(call, values(RANK, count, dtype), device)
+        compare(call, small(RANK, count, dtype), device)
 
 
 def test_handles(device: torch.device) -> None:
     """The stream that waits for a handle sees the result; the host need not wait."""
-    tensors = [late(values(RANK + step, 10_000, torch.float32), device) for step in range(8)]
+    tensors = [late(small(RANK + step, 10_000, torch.float32), device) for step in range(8)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for step, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
         work.wait()
-        expected = sum(values(rank + step, 10_000, torch.float32) for rank in range(SIZE))
+        expected = sum(small(rank + step, 10_000, torch.float32) for rank in range(SIZE))
         assert torch.equal(tensor.cpu(), expected)
 
 

@@ -13,6 +13,9 @@ DTYPES = [*FLOATS, *INTEGERS]
 # Tolerance of a sum of a few numbers near 1, rounded once or (NCCL) at each step.
 _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 
+# GPU cycles: a few milliseconds.
+_BUSY = 5_000_000
+
 
 def of_rank(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Random numbers of a rank in host memory; every rank can generate those of the others."""
@@ -26,6 +29,21 @@ def of_rank(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.T
     # Sums of int64 must fit in the test's accumulator.
     low, high = (-(2**59), 2**59) if dtype == torch.int64 else (info.min, info.max + 1)
     return torch.randint(low, high, (count,), generator=generator, dtype=torch.int64).to(dtype)
+
+
+def small(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small numbers in host memory, others on each rank: sums and products of a few ranks are exact in every type."""
+    numbers = (torch.arange(count) * 3 + rank) % 5 + 1
+    return numbers % 2 == 0 if dtype == torch.bool else numbers.to(dtype)
+
+
+def late(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device, which is complete only after some time."""
+    if device.type == "cpu":
+        return tensor.clone()
+    pinned, copy = tensor.pin_memory() if tensor.numel() else tensor, torch.zeros_like(tensor, device=device)
+    torch.cuda._sleep(_BUSY)
+    return copy.copy_(pinned, non_blocking=True)
 
 
 def mean_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
