@@ -108,7 +108,7 @@ impl Call {
         }
         // The ranks do not know each other's pairs.
         let knows_length = !matches!(counts, Counts::Pairs { .. });
-        let channels = config.channels_for(if knows_length { volume } else { usize::MAX });
+        let channels = config.max_channels;
         let share =
             total.div_ceil(if op.is_broadcast() { BROADCAST_CHUNKS } else { 2 } * channels).next_multiple_of(ALIGN);
         let chunk = if !knows_length || total <= small_max(op, &config) {

@@ -15,6 +15,8 @@ pub struct CallConfig {
     pub ranks: usize,
     /// The number of channels.
     pub channels: usize,
+    /// The most channels that a call uses.
+    pub max_channels: usize,
     /// Size of a slot in bytes.
     pub slot: usize,
     /// How blocks share a slot.
@@ -23,8 +25,6 @@ pub struct CallConfig {
     pub small_max: usize,
     /// Bytes of all blocks of the largest other call that runs in one round.
     pub small_blocks_max: usize,
-    /// Largest call, in bytes, that one thread runs alone.
-    pub single_thread_max: usize,
     /// Whether floating-point sums are float64.
     pub acc_f64: bool,
 }
@@ -38,17 +38,12 @@ impl CallConfig {
             rank: topology.rank(),
             ranks: topology.size(),
             channels,
+            max_channels: channels,
             slot,
             compartments: Compartments::new(topology),
             small_max: 0,
             small_blocks_max: 0,
-            single_thread_max: 0,
             acc_f64: false,
         }
-    }
-
-    /// The number of channels for a call of `total` bytes.
-    pub(super) fn channels_for(&self, total: usize) -> usize {
-        if total <= self.single_thread_max { 1 } else { self.channels }
     }
 }

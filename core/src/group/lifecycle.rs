@@ -18,14 +18,8 @@ use crate::fork;
 use crate::group_config::GroupConfig;
 use crate::lock::lock;
 use crate::log::log_line;
-use crate::transport::GroupResources;
 use crate::transport::shm_region::RegionLayout;
-
-/// If the ranks' threads outnumber the processors, one thread per rank runs calls up to this size: waking another
-/// thread that must wait for a processor costs more than it helps. Measured with 2 ranks on 2 processors, in ordinary
-/// and shared memory: 1 MiB takes 0.83 and 0.8 of the time with two threads each, and 8 MiB the same time. With 4
-/// ranks, two threads are faster from 8 MiB on.
-const SINGLE_THREAD_MAX_BYTES: usize = 4 << 20;
+use crate::transport::{GroupResources, max_channels};
 
 /// Data that a rank reads from its peers in a small allreduce or reduce. Beyond, slices are 3.5 times as fast where
 /// processors are far from each other, and at most a quarter slower where they share a cache.
@@ -59,7 +53,7 @@ impl Group {
     ) -> Result<Group> {
         let GroupResources { key, members, topology, names, region, links, network, cpus_per_rank } = resources;
         let config = CallConfig {
-            single_thread_max: if links.len() > cpus_per_rank { SINGLE_THREAD_MAX_BYTES } else { 0 },
+            max_channels: max_channels(links.len(), cpus_per_rank),
             small_blocks_max: if topology.hosts() == 1 { SMALL_BLOCKS_MAX_BYTES } else { 0 },
             small_max: if topology.hosts() == 1 { small_max(region.layout(), cpus_per_rank) } else { 0 },
             acc_f64: settings.acc_f64,

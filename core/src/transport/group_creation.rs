@@ -14,7 +14,7 @@ use super::group_arenas::{GroupArenas, readable_processes};
 use super::group_memory::NewControl;
 use super::job::Job;
 use super::process::ProcessLiveness;
-use super::region_layout::{default_slot, window};
+use super::region_layout::{default_slot, max_channels, window};
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, ShmRegion};
 use super::spin::MaxSpins;
 use super::wait_context::{WaitContext, with_limits};
@@ -127,7 +127,9 @@ impl Job {
         let world = &self.ranks.topology;
         let window = window(topology.hosts());
         let ranks = topology.local_size();
-        let slot = config.slot.unwrap_or_else(|| default_slot(topology.hosts(), ranks));
+        let cpus_per_rank = self.cpus_per_rank(topology, members);
+        let channels = max_channels(config.threads, cpus_per_rank);
+        let slot = config.slot.unwrap_or_else(|| default_slot(topology.hosts(), ranks, channels));
         let layout = RegionLayout { ranks, channels: config.threads, slot, window };
         let made = ready.and_then(|()| self.make_shares(topology, members, layout, wait_ctx));
         let local = |&rank: &usize| world.local_rank_of(members.to_world(rank)).unwrap_or(0);
@@ -141,7 +143,6 @@ impl Job {
         let share = agree(&config.agreement(), own.map_err(Error::clone))?;
         let (control, _) = made?;
 
-        let cpus_per_rank = self.cpus_per_rank(topology, members);
         let readable = readable.filter(|_| share.readable);
         let memory = Box::new(self.groups.region(key.hash(), local_ranks.clone(), share.control, control)?);
         let peer = |&rank: &usize| LocalPeer { rank, world: members.to_world(rank), name: names[rank].clone() };
