@@ -9,9 +9,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::call::Call;
-use super::copy_choice::{CallTimer, CopyChoice, CopyPath};
 use super::inter_host::{AlgorithmSetting, InterHost};
 use super::operation::Pattern;
+use super::path_choice::{CallPath, CallTimer, PathChoice};
 use super::shard::ShardView;
 use super::transfer;
 use super::wire::shard_range;
@@ -51,7 +51,7 @@ pub struct Channel {
     pub(super) is_refused: bool,
     /// The calls that may copy directly.
     pub(super) direct_copies: DirectCopies,
-    pub(super) copy_choice: CopyChoice,
+    pub(super) path_choice: PathChoice,
     /// Of the call that runs, if it has a choice.
     pub(super) timer: Option<CallTimer>,
 }
@@ -66,7 +66,7 @@ pub struct Plan {
     /// Bytes of the longest block, or of the line; the same on all ranks.
     pub total: usize,
     /// How data moves on one host, if the call has a choice.
-    pub path: CopyPath,
+    pub path: CallPath,
 }
 
 impl Plan {
@@ -117,7 +117,7 @@ impl Channel {
             plan: Plan::default(),
             is_refused: false,
             direct_copies,
-            copy_choice: CopyChoice::default(),
+            path_choice: PathChoice::default(),
             timer: None,
         }
     }
@@ -165,11 +165,11 @@ impl Channel {
     /// As `run_first_chunk`; the longest block of all ranks has `total` bytes.
     pub(super) fn run_first_chunk_of(&mut self, call: &Call, total: usize, wait_ctx: &WaitContext<'_>) -> Result<bool> {
         let kind = self.kind(call, total);
-        let path = kind.map_or(CopyPath::Slots, |kind| self.path(kind));
+        let path = kind.map_or(CallPath::First, |kind| self.path(kind));
         self.plan = Plan { total, path, ..Plan::default() };
         self.refresh();
         self.start_timer(call, total, kind);
-        if call.is_small() && path == CopyPath::Slots {
+        if call.is_small() && path == CallPath::First {
             return self.exchange(call, wait_ctx);
         }
         let mut result;

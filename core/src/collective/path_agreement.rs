@@ -1,4 +1,4 @@
-//! The steps of a call that chooses between slots and direct copies ([`super::copy_choice`]): it is timed, and the ranks
+//! The steps of a call that chooses between slots and direct copies ([`super::path_choice`]): it is timed, and the ranks
 //! agree on the path of the next one.
 //!
 //! Thread rule: as for [`Channel`].
@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::call::Call;
 use super::channel::Channel;
-use super::copy_choice::{CallTimer, CopyPath, Kind};
 use super::operation::Root;
+use super::path_choice::{CallPath, CallTimer, Kind};
 use crate::transport::shm_region::PathNote;
 
 impl Channel {
@@ -22,8 +22,8 @@ impl Channel {
     }
 
     /// The path of a call of this kind.
-    pub(super) fn path(&self, kind: Kind) -> CopyPath {
-        if self.direct_copies.always { CopyPath::Direct } else { self.copy_choice.path(kind) }
+    pub(super) fn path(&self, kind: Kind) -> CallPath {
+        if self.direct_copies.always { CallPath::Second } else { self.path_choice.path(kind) }
     }
 
     /// The local rank that times calls like this one: one that receives data.
@@ -64,8 +64,8 @@ impl Channel {
             && !timer.has_matched
         {
             // Only that of the rank that times the call counts.
-            let direct = self.copy_choice.state(timer.kind).next() == CopyPath::Direct;
-            self.shm.post_path_note(seq, PathNote { direct, packing: timer.since.elapsed() });
+            let second = self.path_choice.state(timer.kind).next() == CallPath::Second;
+            self.shm.post_path_note(seq, PathNote { second, packing: timer.since.elapsed() });
         }
     }
 
@@ -86,8 +86,8 @@ impl Channel {
             for (rank, note) in self.shm.path_notes(seq).enumerate() {
                 timer.packing = timer.packing.max(note.packing);
                 if rank == timer.timing_rank {
-                    let path = if note.direct { CopyPath::Direct } else { CopyPath::Slots };
-                    self.copy_choice.state(timer.kind).path = path;
+                    let path = if note.second { CallPath::Second } else { CallPath::First };
+                    self.path_choice.state(timer.kind).path = path;
                 }
             }
             (timer.has_matched, timer.since) = (true, Instant::now());
@@ -109,7 +109,7 @@ impl Channel {
             && timer.timing_rank == self.topology.local_rank()
         {
             let time = timer.packing + timer.since.elapsed();
-            let state = self.copy_choice.state(timer.kind);
+            let state = self.path_choice.state(timer.kind);
             state.add(timer.path, time.as_nanos() as f32 / timer.bytes.max(1) as f32);
         }
     }

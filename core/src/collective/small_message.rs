@@ -4,7 +4,7 @@
 
 use super::call::Call;
 use super::channel::{Channel, Plan};
-use super::copy_choice::CopyPath;
+use super::path_choice::CallPath;
 use super::small_plan::SmallPlan;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
@@ -37,7 +37,7 @@ impl Channel {
     pub fn try_post(&mut self, call: &Call, plan: &SmallPlan) -> Option<PostedCall> {
         self.refresh();
         let kind = self.kind(call, call.layout.total());
-        if kind.is_some_and(|kind| self.path(kind) == CopyPath::Direct) {
+        if kind.is_some_and(|kind| self.path(kind) == CallPath::Second) {
             return None;
         }
         let seq = self.try_begin_small_round()?;

@@ -17,8 +17,8 @@ use std::ops::Range;
 use super::blocks::Counts;
 use super::call::Call;
 use super::channel::{Channel, ChunkResult, out_of_sync};
-use super::copy_choice::CopyPath;
 use super::operation::{Op, Pattern, Root};
+use super::path_choice::CallPath;
 use super::shard::PerRank;
 use super::transfer::{copy_own_block, copy_result};
 use super::wire::{block_part, block_ranges, shard_range};
@@ -53,7 +53,7 @@ impl Channel {
         let is_visible = |range: Range<usize>| range.is_empty() || memory.offset_of(range).is_some();
         if call.layout.tensors().all(|tensor| accessed(call, tensor).into_iter().all(is_visible)) {
             SlotContent::PeerMemory
-        } else if self.plan.path == CopyPath::Direct && self.direct_copies.private && !self.is_refused {
+        } else if self.plan.path == CallPath::Second && self.direct_copies.private && !self.is_refused {
             SlotContent::PrivateMemory
         } else {
             SlotContent::Data

@@ -60,8 +60,8 @@ pub enum SlotContent {
 /// What a rank adds to a call for which there are two paths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PathNote {
-    /// Whether the next call of the kind copies directly, if this rank decides.
-    pub direct: bool,
+    /// Whether the next call of the kind takes the second path, if this rank decides.
+    pub second: bool,
     /// How long the rank has packed; at most half a second.
     pub packing: Duration,
 }
@@ -421,14 +421,14 @@ impl ShmChannel {
         let nanos = u32::try_from(note.packing.as_nanos()).map_or(MAX_NANOS, |nanos| nanos.min(MAX_NANOS));
         let place = self.note(self.region.me, step);
         let content = place.load(Ordering::Relaxed) & CONTENT;
-        place.store(nanos << 3 | u32::from(note.direct) << 2 | content, Ordering::Relaxed);
+        place.store(nanos << 3 | u32::from(note.second) << 2 | content, Ordering::Relaxed);
     }
 
     /// The notes of all ranks of the host, by local rank. Call it after all `Packed`.
     pub fn path_notes(&self, step: u32) -> impl Iterator<Item = PathNote> {
         (0..self.region.layout.ranks).map(move |rank| {
             let note = self.note(rank, step).load(Ordering::Relaxed);
-            PathNote { direct: note & 1 << 2 != 0, packing: Duration::from_nanos((note >> 3).into()) }
+            PathNote { second: note & 1 << 2 != 0, packing: Duration::from_nanos((note >> 3).into()) }
         })
     }
 

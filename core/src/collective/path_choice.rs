@@ -11,19 +11,19 @@ use std::time::{Duration, Instant};
 
 /// How a call moves its data on one host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum CopyPath {
+pub enum CallPath {
     /// Into a slot and out of it.
     #[default]
-    Slots,
+    First,
     /// From tensor to tensor, where the ranks can access them.
-    Direct,
+    Second,
 }
 
-impl CopyPath {
-    fn other(self) -> CopyPath {
+impl CallPath {
+    fn other(self) -> CallPath {
         match self {
-            CopyPath::Slots => CopyPath::Direct,
-            CopyPath::Direct => CopyPath::Slots,
+            CallPath::First => CallPath::Second,
+            CallPath::Second => CallPath::First,
         }
     }
 }
@@ -56,8 +56,8 @@ const FASTER: f32 = 0.95;
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct KindState {
     /// The path of the next call, on which the ranks have agreed.
-    pub path: CopyPath,
-    favorite: CopyPath,
+    pub path: CallPath,
+    favorite: CallPath,
     /// Time for each byte on this rank, by path.
     times: [f32; 2],
     /// The first timed calls, by path.
@@ -69,12 +69,12 @@ pub(super) struct KindState {
 }
 
 impl KindState {
-    fn time(&self, path: CopyPath) -> f32 {
+    fn time(&self, path: CallPath) -> f32 {
         self.times[path as usize]
     }
 
     /// Adds the time of a call. A shorter time counts at once, because only delays make a call longer than usual.
-    pub fn add(&mut self, path: CopyPath, time: f32) {
+    pub fn add(&mut self, path: CallPath, time: f32) {
         let (known, count) = (self.time(path), &mut self.first_calls[path as usize]);
         let shorter = *count == 0 || time < known;
         *count = (*count + 1).min(FIRST_CALLS);
@@ -100,7 +100,7 @@ impl KindState {
     }
 
     /// The path of the call after one that takes the agreed path.
-    pub fn next(&self) -> CopyPath {
+    pub fn next(&self) -> CallPath {
         if !self.knows_both() {
             return self.path.other();
         }
@@ -113,14 +113,14 @@ impl KindState {
 
 /// The state of all kinds.
 #[derive(Debug, Default)]
-pub(super) struct CopyChoice {
+pub(super) struct PathChoice {
     kinds: Vec<KindState>,
 }
 
-impl CopyChoice {
+impl PathChoice {
     /// The path of the next call of a kind.
-    pub fn path(&self, kind: Kind) -> CopyPath {
-        self.kinds.get(kind.0).map_or_else(CopyPath::default, |state| state.path)
+    pub fn path(&self, kind: Kind) -> CallPath {
+        self.kinds.get(kind.0).map_or_else(CallPath::default, |state| state.path)
     }
 
     /// The state of a kind.
@@ -138,7 +138,7 @@ pub(super) struct CallTimer {
     pub kind: Kind,
     /// The local rank that times the call.
     pub timing_rank: usize,
-    pub path: CopyPath,
+    pub path: CallPath,
     /// Of all blocks of a rank.
     pub bytes: usize,
     /// When it started; once the calls have matched, when they did.
@@ -155,20 +155,20 @@ mod tests {
     use super::*;
 
     /// Runs `calls` calls that take `time(path)`; returns how many took the direct path.
-    fn run(state: &mut KindState, calls: usize, time: impl Fn(CopyPath) -> f32) -> usize {
+    fn run(state: &mut KindState, calls: usize, time: impl Fn(CallPath) -> f32) -> usize {
         (0..calls)
             .filter(|_| {
                 let path = state.path;
                 let next = state.next();
                 state.add(path, time(path));
                 state.path = next;
-                path == CopyPath::Direct
+                path == CallPath::Second
             })
             .count()
     }
 
-    fn times(slots: f32, direct: f32) -> impl Fn(CopyPath) -> f32 {
-        move |path| if path == CopyPath::Slots { slots } else { direct }
+    fn times(slots: f32, direct: f32) -> impl Fn(CallPath) -> f32 {
+        move |path| if path == CallPath::First { slots } else { direct }
     }
 
     #[test]
@@ -203,8 +203,8 @@ mod tests {
     fn one_delayed_call_changes_nothing() {
         let mut state = KindState::default();
         run(&mut state, 10, times(1.0, 1.5));
-        state.add(CopyPath::Slots, 100.0);
-        assert_eq!(state.next(), CopyPath::Slots);
+        state.add(CallPath::First, 100.0);
+        assert_eq!(state.next(), CallPath::First);
     }
 
     #[test]
