@@ -43,6 +43,36 @@ fn worlds() -> impl Iterator<Item = World> {
     })
 }
 
+/// A short reduction goes in one round or in slices; at first the calls of a kind take turns. The bits are the same.
+#[test]
+fn one_round_and_slices_give_the_same_bits() {
+    for size in [2, 3] {
+        World { slot: 512 << 10, ..World::new(&[size]) }.run(|rank| {
+            for len in [2100, 5000, 12_000] {
+                let input: Vec<f32> =
+                    (0..len).map(|index| (index as f32 * 0.1 + rank.rank as f32 * 1e5).sin() * 1e3).collect();
+                let (mut results, mut flags) = (Vec::new(), Vec::new());
+                for _ in 0..8 {
+                    let mut data = input.clone();
+                    let before = num_flags(rank);
+                    rank.average(vec![tensor(&mut data)]).unwrap();
+                    flags.push(num_flags(rank) - before);
+                    results.push(data.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
+                }
+                assert!(results.iter().all(|result| *result == results[0]), "{len}");
+                let fewest = flags.iter().min();
+                assert!(flags.iter().filter(|count| Some(*count) == fewest).count() >= 3, "{len}: {flags:?}");
+                assert!(flags.iter().filter(|count| Some(*count) > fewest).count() >= 3, "{len}: {flags:?}");
+            }
+        });
+    }
+}
+
+/// The flags that this rank has raised.
+fn num_flags(rank: &Rank) -> u64 {
+    rank.team.group().stats()["shm_flags"].as_u64().unwrap()
+}
+
 /// Small calls raise only one of the three flags. After any number of them, a longer call still waits for its data.
 #[test]
 fn many_small_calls_do_not_break_the_flags() {

@@ -345,13 +345,18 @@ impl Call {
         self.replicas.len() > 1 && self.op.is_allreduce()
     }
 
-    /// Whether it runs in one round; the same on all ranks with the same call.
+    /// Whether it may run in one round; the same on all ranks with the same call.
     pub fn is_small(&self) -> bool {
         self.layout.total() <= small_max(self.op, &self.config)
             && self.config.small_max > 0
             && self.layout.chunks() == 1
             && !self.wire_is_acc()
             && !self.agrees_on_length()
+    }
+
+    /// Bytes of a small reduction from which on the ranks choose between one round and slices.
+    pub(super) fn timed_min(&self) -> usize {
+        self.config.timed_min
     }
 
     /// The numbers of elements of a tensor's source and destination that this rank reads and writes.

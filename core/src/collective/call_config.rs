@@ -21,8 +21,10 @@ pub struct CallConfig {
     pub slot: usize,
     /// How blocks share a slot.
     pub compartments: Compartments,
-    /// Largest allreduce or reduce, in bytes, that runs in one round; 0 with several hosts, where no call does.
+    /// Largest allreduce or reduce, in bytes, that may run in one round; 0 with several hosts, where no call does.
     pub small_max: usize,
+    /// From this size on the ranks measure whether one round is faster than slices.
+    pub timed_min: usize,
     /// Bytes of all blocks of the largest other call that runs in one round.
     pub small_blocks_max: usize,
     /// Whether floating-point sums are float64.
@@ -42,6 +44,7 @@ impl CallConfig {
             slot,
             compartments: Compartments::new(topology),
             small_max: 0,
+            timed_min: usize::MAX,
             small_blocks_max: 0,
             acc_f64: false,
         }

@@ -165,7 +165,7 @@ impl Channel {
     /// As `run_first_chunk`; the longest block of all ranks has `total` bytes.
     pub(super) fn run_first_chunk_of(&mut self, call: &Call, total: usize, wait_ctx: &WaitContext<'_>) -> Result<bool> {
         let kind = self.kind(call, total);
-        let path = kind.map_or(CallPath::First, |kind| self.path(kind));
+        let path = kind.map_or(CallPath::First, |kind| self.path(call, kind));
         self.plan = Plan { total, path, ..Plan::default() };
         self.refresh();
         self.start_timer(call, total, kind);

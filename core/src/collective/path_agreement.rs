@@ -1,4 +1,4 @@
-//! The steps of a call that chooses between slots and direct copies ([`super::path_choice`]): it is timed, and the ranks
+//! The steps of a call that chooses between two paths ([`super::path_choice`]): it is timed, and the ranks
 //! agree on the path of the next one.
 //!
 //! Thread rule: as for [`Channel`].
@@ -16,14 +16,20 @@ impl Channel {
     #[inline]
     pub(super) fn kind(&self, call: &Call, total: usize) -> Option<Kind> {
         let volume = total.saturating_mul(call.blocks());
-        let moves = !call.op.collective.reduces && !call.op.is_barrier();
-        let chooses = volume >= self.direct_copies.min && moves && !call.is_pinned();
-        chooses.then(|| Kind::new(call.op.collective.code, volume, self.direct_copies.min))
+        let min = if call.op.collective.reduces { call.timed_min() } else { self.direct_copies.min };
+        let chooses = volume >= min && !call.op.is_barrier() && !call.is_pinned();
+        // A reduction that is not small goes in slices.
+        let chooses = chooses && (!call.op.collective.reduces || call.is_small());
+        chooses.then(|| Kind::new(call.op.collective.code, volume, min))
     }
 
-    /// The path of a call of this kind.
-    pub(super) fn path(&self, kind: Kind) -> CallPath {
-        if self.direct_copies.always { CallPath::Second } else { self.path_choice.path(kind) }
+    /// The path of `call`, which is of this kind.
+    pub(super) fn path(&self, call: &Call, kind: Kind) -> CallPath {
+        if self.always_copies_directly(call) { CallPath::Second } else { self.path_choice.path(kind) }
+    }
+
+    fn always_copies_directly(&self, call: &Call) -> bool {
+        self.direct_copies.always && !call.op.collective.reduces
     }
 
     /// The local rank that times calls like this one: one that receives data.
@@ -36,15 +42,16 @@ impl Channel {
         }
     }
 
-    /// Before the first round of a call of which the longest block has `total` bytes: starts its timer, if it has a choice.
+    /// Before the first round of a call of which the longest block has `total` bytes: starts its timer, if it
+    /// has a choice.
     #[inline]
     pub(super) fn start_timer(&mut self, call: &Call, total: usize, kind: Option<Kind>) {
-        self.timer = kind.filter(|_| !self.direct_copies.always).map(|kind| CallTimer {
+        self.timer = kind.filter(|_| !self.always_copies_directly(call)).map(|kind| CallTimer {
             kind,
             timing_rank: self.timing_rank(call),
-            path: self.path(kind),
+            path: self.path(call, kind),
             bytes: total.saturating_mul(call.blocks()),
-            since: Instant::now(),
+            since: self.path_choice.state(kind).is_timed().then(Instant::now),
             packing: Duration::ZERO,
             has_matched: false,
         });
@@ -61,11 +68,12 @@ impl Channel {
     #[cold]
     fn write_path_note(&mut self, seq: u32) {
         if let Some(timer) = &self.timer
+            && let Some(since) = timer.since
             && !timer.has_matched
         {
             // Only that of the rank that times the call counts.
             let second = self.path_choice.state(timer.kind).next() == CallPath::Second;
-            self.shm.post_path_note(seq, PathNote { second, packing: timer.since.elapsed() });
+            self.shm.post_path_note(seq, PathNote { second, packing: since.elapsed() });
         }
     }
 
@@ -83,14 +91,18 @@ impl Channel {
         if let Some(timer) = &mut self.timer
             && !timer.has_matched
         {
-            for (rank, note) in self.shm.path_notes(seq).enumerate() {
-                timer.packing = timer.packing.max(note.packing);
-                if rank == timer.timing_rank {
-                    let path = if note.second { CallPath::Second } else { CallPath::First };
-                    self.path_choice.state(timer.kind).path = path;
+            let mut next = None;
+            if timer.since.is_some() {
+                for (rank, note) in self.shm.path_notes(seq).enumerate() {
+                    timer.packing = timer.packing.max(note.packing);
+                    if rank == timer.timing_rank {
+                        next = Some(if note.second { CallPath::Second } else { CallPath::First });
+                    }
                 }
+                timer.since = Some(Instant::now());
             }
-            (timer.has_matched, timer.since) = (true, Instant::now());
+            self.path_choice.state(timer.kind).agree(next);
+            timer.has_matched = true;
         }
     }
 
@@ -106,9 +118,10 @@ impl Channel {
     fn count_time(&mut self) {
         if let Some(timer) = self.timer.take()
             && timer.has_matched
+            && let Some(since) = timer.since
             && timer.timing_rank == self.topology.local_rank()
         {
-            let time = timer.packing + timer.since.elapsed();
+            let time = timer.packing + since.elapsed();
             let state = self.path_choice.state(timer.kind);
             state.add(timer.path, time.as_nanos() as f32 / timer.bytes.max(1) as f32);
         }

@@ -33,11 +33,11 @@ impl Channel {
     }
 
     /// Starts a small call ([`Call::is_small`]) without blocking. `None`, without effect, if some rank has not finished
-    /// the previous call, or if the call copies directly.
+    /// the previous call, or if the call takes its second path.
     pub fn try_post(&mut self, call: &Call, plan: &SmallPlan) -> Option<PostedCall> {
         self.refresh();
         let kind = self.kind(call, call.layout.total());
-        if kind.is_some_and(|kind| self.path(kind) == CallPath::Second) {
+        if kind.is_some_and(|kind| self.path(call, kind) == CallPath::Second) {
             return None;
         }
         let seq = self.try_begin_small_round()?;

@@ -53,11 +53,16 @@ impl Channel {
         let is_visible = |range: Range<usize>| range.is_empty() || memory.offset_of(range).is_some();
         if call.layout.tensors().all(|tensor| accessed(call, tensor).into_iter().all(is_visible)) {
             SlotContent::PeerMemory
-        } else if self.plan.path == CallPath::Second && self.direct_copies.private && !self.is_refused {
+        } else if self.copies_directly(call) && self.direct_copies.private && !self.is_refused {
             SlotContent::PrivateMemory
         } else {
             SlotContent::Data
         }
+    }
+
+    /// Whether the path of `call` is that from tensor to tensor.
+    fn copies_directly(&self, call: &Call) -> bool {
+        self.plan.path == CallPath::Second && !call.op.collective.reduces
     }
 
     /// Writes the places of this rank's tensors to its slot of round `seq`.
