@@ -16,11 +16,11 @@ impl Channel {
     #[inline]
     pub(super) fn kind(&self, call: &Call, total: usize) -> Option<Kind> {
         let volume = total.saturating_mul(call.blocks());
-        let min = if call.op.collective.reduces { call.timed_min() } else { self.direct_copies.min };
-        let chooses = volume >= min && !call.op.is_barrier() && !call.is_pinned();
-        // A reduction that is not small goes in slices.
-        let chooses = chooses && (!call.op.collective.reduces || call.is_small());
-        chooses.then(|| Kind::new(call.op.collective.code, volume, min))
+        let reduces = call.op.collective.reduces;
+        let min = if reduces { call.timed_min() } else { self.direct_copies.min };
+        // A reduction that is not small always goes in slices.
+        let has_paths = || if reduces { call.is_small() } else { !call.op.is_barrier() && !call.is_pinned() };
+        (volume >= min && has_paths()).then(|| Kind::new(call.op.collective.code, volume, min))
     }
 
     /// The path of `call`, which is of this kind.
