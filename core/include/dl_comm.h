@@ -63,8 +63,9 @@ int dl_comm_init(void);
  * with a status other than 0. Ranks without a launcher may start again. */
 int dl_comm_finalize(void);
 
-/* Creates team `teamID` (from 0) with `nthreads_in_team` threads (at least 1). `prec_level` 0 accumulates float16,
- * bfloat16 and float32 tensors in float32, 1 in float64. Collective. */
+/* Creates team `teamID` (from 0) with `nthreads_in_team` threads (at least 1). A call uses at most as many as there are
+ * processors for each rank. `prec_level` 0 accumulates float16, bfloat16 and float32 tensors in float32, 1 in float64.
+ * Collective. */
 int dl_create_team(int teamID, int nthreads_in_team, int prec_level);
 
 /* The same function; the plugin's documents use both names. */

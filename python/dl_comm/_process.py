@@ -333,7 +333,7 @@ def create_team(team: int, nthreads: int = 2, prec_level: int = 0) -> None:
 
     Args:
         team: The team's number, from 0.
-        nthreads: The number of threads, at least 1.
+        nthreads: The number of threads, at least 1. A call uses at most as many as there are processors for each rank.
         prec_level: Accumulator type for float16, bfloat16 and float32: 0: float32, 1: float64.
 
     Raises:
