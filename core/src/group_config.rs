@@ -13,7 +13,7 @@ pub struct GroupConfig {
     pub threads: usize,
     /// How long a thread without calls stays; `None`: until the group ends.
     pub idle_timeout: Option<Duration>,
-    /// Size of a slot in bytes, a multiple of [`crate::wire_layout::ALIGN`]; `None`: by the number of ranks of a host.
+    /// Size of a slot in bytes, a multiple of [`crate::wire_layout::ALIGN`]; `None`: by the numbers of ranks and channels.
     pub slot: Option<usize>,
     /// Whether floating-point sums are float64.
     pub acc_f64: bool,

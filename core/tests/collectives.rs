@@ -52,7 +52,7 @@ fn one_round_and_slices_give_the_same_bits() {
                 let input: Vec<f32> =
                     (0..len).map(|index| (index as f32 * 0.1 + rank.rank as f32 * 1e5).sin() * 1e3).collect();
                 let (mut results, mut flags) = (Vec::new(), Vec::new());
-                for _ in 0..8 {
+                for _ in 0..60 {
                     let mut data = input.clone();
                     let before = num_flags(rank);
                     rank.average(vec![tensor(&mut data)]).unwrap();
@@ -60,7 +60,7 @@ fn one_round_and_slices_give_the_same_bits() {
                     results.push(data.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
                 }
                 assert!(results.iter().all(|result| *result == results[0]), "{len}");
-                let fewest = flags.iter().min();
+                let (fewest, flags) = (flags.iter().min(), &flags[..8]);
                 assert!(flags.iter().filter(|count| Some(*count) == fewest).count() >= 3, "{len}: {flags:?}");
                 assert!(flags.iter().filter(|count| Some(*count) > fewest).count() >= 3, "{len}: {flags:?}");
             }

@@ -7,20 +7,21 @@ mod loom_support;
 use std::sync::Arc;
 
 use dl_comm_core::buffer::Buffer;
-use dl_comm_core::collective::{Channel, Op};
+use dl_comm_core::collective::{CallConfig, Channel, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::topology::Topology;
 use dl_comm_core::transport::ShmRegion;
 use dl_comm_core::transport::in_process::Access;
 use loom_support::{FLOATS, SLOT, call, config, explore, regions, spawn, with_wait_context};
 
-/// Every rank runs `rounds` calls of `op`, all but the first from a plan where the channel lets it.
-fn cached(op: Op, ranks: usize, preemptions: usize, rounds: usize, len: usize) {
+/// Every rank runs `rounds` calls of `op`, all but the first from a plan where the channel lets it. Reductions of
+/// `timed_min` bytes take turns between one round and slices.
+fn cached(op: Op, ranks: usize, preemptions: usize, rounds: usize, len: usize, timed_min: usize) {
     explore(Some(preemptions), move || {
         let rank = |(rank, region): (usize, Arc<ShmRegion>)| {
             spawn(move || {
                 let topology = Arc::new(Topology::new(rank, &vec![0; ranks]));
-                let config = config(&topology, SLOT);
+                let config = CallConfig { timed_min, ..config(&topology, SLOT) };
                 let mut channel = Channel::new(topology, region.channel(0));
                 let mut plan = None;
                 for number in 0..rounds {
@@ -58,15 +59,21 @@ fn cached(op: Op, ranks: usize, preemptions: usize, rounds: usize, len: usize) {
 
 #[test]
 fn cached_allreduces_of_two_ranks() {
-    cached(Op::MEAN, 2, 2, 4, FLOATS);
+    cached(Op::MEAN, 2, 2, 4, FLOATS, usize::MAX);
 }
 
 #[test]
 fn cached_allreduces_of_three_ranks() {
-    cached(Op::MEAN, 3, 1, 3, FLOATS);
+    cached(Op::MEAN, 3, 1, 3, FLOATS, usize::MAX);
 }
 
 #[test]
 fn cached_allgathers_of_two_ranks() {
-    cached(Op::ALLGATHER, 2, 2, 4, FLOATS / 2);
+    cached(Op::ALLGATHER, 2, 2, 4, FLOATS / 2, usize::MAX);
+}
+
+/// At first the calls take the paths one, two, two, one.
+#[test]
+fn cached_allreduces_with_two_paths() {
+    cached(Op::MEAN, 2, 2, 4, FLOATS, 1);
 }

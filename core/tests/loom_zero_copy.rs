@@ -173,11 +173,12 @@ fn further_chunks_are_refused() {
                 let [src, dst] = &mut own;
                 src.fill(|index| value(0, rank, index));
                 let buffer = Buffer::new(src.ptr().cast(), dst.ptr().cast(), LEN, DType::F32);
-                let config = CallConfig { channels: 2, ..config(&topology, 0) };
+                let config = CallConfig { max_channels: 2, ..config(&topology, 0) };
                 let gather = call(Op::ALLGATHER, buffer, "", config);
                 assert_eq!(gather.layout.chunks(), 3);
                 assert!(run(&mut channel, &gather, &region));
                 assert!(!channel.plan().zero_copy);
+                assert_eq!(channel.plan().chunks(&gather), 3);
                 dst.expect(|index| value(0, index / LEN, index % LEN));
                 src.fill(|_| 0.0);
                 std::mem::forget(own);

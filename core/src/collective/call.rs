@@ -183,9 +183,11 @@ impl Call {
         if !self.op.runs_in_device_chunks() {
             return Ok(Call { signature, producer: Some(producer), ..self });
         }
-        let share = self.layout.total().div_ceil(CHUNKS_PER_CHANNEL * self.channels().max(1)).next_multiple_of(ALIGN);
+        let share = self.layout.total().div_ceil(CHUNKS_PER_CHANNEL * self.config.channels).next_multiple_of(ALIGN);
         let chunk = share.clamp(MIN_STAGED_BYTES.min(chunk), chunk);
-        Ok(Call { layout: self.layout.with_chunk_size(chunk), signature, producer: Some(producer), ..self })
+        // A thread of such a call often waits for the GPU.
+        let channels = self.config.channels;
+        Ok(Call { layout: self.layout.with_chunk_size(chunk), channels, signature, producer: Some(producer), ..self })
     }
 
     /// The caller's stream of a call on device memory.

@@ -65,7 +65,7 @@ pub struct Plan {
     pub is_complete: bool,
     /// Bytes of the longest block, or of the line; the same on all ranks.
     pub total: usize,
-    /// How data moves on one host, if the call has a choice.
+    /// The path on one host, if the call has a choice.
     pub path: CallPath,
 }
 

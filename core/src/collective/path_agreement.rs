@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::call::Call;
 use super::channel::Channel;
-use super::operation::Root;
+use super::operation::{Pattern, Root};
 use super::path_choice::{CallPath, CallTimer, Kind};
 use crate::transport::shm_region::PathNote;
 
@@ -18,9 +18,13 @@ impl Channel {
         let volume = total.saturating_mul(call.blocks());
         let reduces = call.op.collective.reduces;
         let min = if reduces { call.timed_min() } else { self.direct_copies.min };
-        // A reduction that is not small always goes in slices.
-        let has_paths = || if reduces { call.is_small() } else { !call.op.is_barrier() && !call.is_pinned() };
-        (volume >= min && has_paths()).then(|| Kind::new(call.op.collective.code, volume, min))
+        let has_paths = || match reduces {
+            // A longer reduction always goes in slices, and one of blocks in one round.
+            true => call.is_small() && call.op.pattern() == Pattern::Line,
+            false => !call.op.is_barrier() && !call.is_pinned(),
+        };
+        let kind = || Kind::new(call.op.collective.code, self.timing_rank(call), volume, min);
+        (volume >= min && has_paths()).then(kind)
     }
 
     /// The path of `call`, which is of this kind.

@@ -30,27 +30,38 @@ impl CallPath {
     }
 }
 
-/// Calls of one collective and of similar size.
+/// Calls of one collective and of similar size, which one rank times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kind(usize);
 
-/// Sizes of a kind: each twice the one before it.
-const SIZES: usize = 16;
+/// Sizes of a collective's kinds: four while the bytes double.
+const SIZES: usize = 64;
+/// Codes of collectives are less.
+const CODES: usize = 64;
 
 impl Kind {
-    /// The kind of a call of `volume` bytes; `min`: the least of a call that has a choice.
-    pub(super) fn new(collective: i32, volume: usize, min: usize) -> Kind {
-        let size = (volume / min.max(1)).max(1).ilog2() as usize;
-        Kind(collective.unsigned_abs() as usize * SIZES + size.min(SIZES - 1))
+    /// The kind of a call of `volume` bytes, which local rank `timing_rank` times; `min`: the least of a call that has a
+    /// choice.
+    pub(super) fn new(collective: i32, timing_rank: usize, volume: usize, min: usize) -> Kind {
+        let size = (size_level(volume) - size_level(min).min(size_level(volume))).min(SIZES - 1);
+        let code = collective.unsigned_abs() as usize % CODES;
+        Kind((timing_rank * CODES + code) * SIZES + size)
     }
 }
 
-/// At first the paths alternate until each has been timed this often: first calls touch new memory.
+/// Four times the binary logarithm of `bytes`, about.
+fn size_level(bytes: usize) -> usize {
+    let bytes = bytes.max(1);
+    let log = bytes.ilog2() as usize;
+    // The two bits after the first one.
+    let quarter = if log >= 2 { bytes >> (log - 2) } else { bytes << (2 - log) };
+    4 * log + quarter % 4
+}
+
+/// At first the paths take turns until each has been timed this often: first calls touch new memory.
 const FIRST_CALLS: u8 = 4;
-/// Once the path has stayed the same for this many calls, not all of them are timed.
-const STEADY_CALLS: u8 = 16;
-/// Then one in so many is.
-const TIMED_EVERY: u8 = 8;
+/// Once the path has stayed the same for this many calls, one in eight of them is timed.
+const STEADY_CALLS: u32 = 16;
 /// While one path is `r` times as fast as the other, the slower one is tried again after `r` times as many timed calls.
 const PROBE_EVERY: f32 = 32.0;
 /// Calls of a trial: the first one finds other memory in the caches.
@@ -63,8 +74,8 @@ const FASTER: f32 = 0.95;
 pub(super) struct KindState {
     /// The path of the next call, on which the ranks have agreed.
     pub path: CallPath,
-    /// The calls since it changed, the same on all ranks; from [`STEADY_CALLS`] on modulo [`TIMED_EVERY`].
-    steady: u8,
+    /// The calls since it changed, the same on all ranks.
+    steady: u32,
     favorite: CallPath,
     /// Time for each byte on this rank, by path.
     times: [f32; 2],
@@ -79,17 +90,14 @@ pub(super) struct KindState {
 impl KindState {
     /// Whether the next call is timed; the same on all ranks.
     pub fn is_timed(&self) -> bool {
-        self.steady <= STEADY_CALLS
+        // Pseudo-random, so that calls of different sizes that take turns are all timed.
+        self.steady < STEADY_CALLS || self.steady.wrapping_mul(0x9e37_79b9) >> 29 == 0
     }
 
     /// The ranks have matched a call, and agreed on the path of the next one; `None`: the call was not timed.
     pub fn agree(&mut self, path: Option<CallPath>) {
         let path = path.unwrap_or(self.path);
-        self.steady = match self.steady + 1 {
-            _ if path != self.path => 0,
-            steady if steady == STEADY_CALLS + TIMED_EVERY => STEADY_CALLS,
-            steady => steady,
-        };
+        self.steady = if path == self.path { self.steady.checked_add(1).unwrap_or(STEADY_CALLS) } else { 0 };
         self.path = path;
     }
 
@@ -125,8 +133,15 @@ impl KindState {
 
     /// The path of the call after one that takes the agreed path.
     pub fn next(&self) -> CallPath {
-        if !self.knows_both() {
-            return self.path.other();
+        match self.first_calls {
+            [FIRST_CALLS, FIRST_CALLS] => {}
+            [FIRST_CALLS, _] => return CallPath::Second,
+            [_, FIRST_CALLS] => return CallPath::First,
+            // The Thue-Morse sequence is fair to calls of different sizes that take turns.
+            [first, second] => {
+                let is_second = (first + second + 1).count_ones() % 2 == 1;
+                return if is_second { CallPath::Second } else { CallPath::First };
+            }
         }
         let challenger = self.favorite.other();
         let ratio = self.time(challenger) / self.time(self.favorite);
@@ -226,6 +241,22 @@ mod tests {
     }
 
     #[test]
+    fn sizes_that_take_turns_do_not_hide_the_faster_path() {
+        for period in 2..=9 {
+            let mut state = KindState::default();
+            let mut number = 0;
+            let seconds = (0..4000)
+                .map(|_| {
+                    number += 1;
+                    let for_each_byte = if number % period == 0 { 1.2 } else { 1.0 };
+                    run(&mut state, 1, |path| for_each_byte * times(1.0, 1.4)(path))
+                })
+                .sum::<usize>();
+            assert!(seconds < 200, "{seconds} of 4000 calls with period {period}");
+        }
+    }
+
+    #[test]
     fn slow_first_calls_do_not_count() {
         let mut state = KindState::default();
         let calls = Cell::new(0);
@@ -246,11 +277,13 @@ mod tests {
 
     #[test]
     fn kinds_are_collectives_and_sizes() {
-        let kind = |volume| Kind::new(3, volume, 1024);
-        assert_eq!(kind(1024), kind(2047));
+        let kind = |volume| Kind::new(3, 0, volume, 1024);
+        assert_eq!(kind(1024), kind(1279));
+        assert_ne!(kind(1279), kind(1280));
         assert_ne!(kind(2047), kind(2048));
-        assert_ne!(kind(1024), Kind::new(4, 1024, 1024));
+        assert_ne!(kind(1024), Kind::new(4, 0, 1024, 1024));
+        assert_ne!(kind(1024), Kind::new(3, 1, 1024, 1024), "each rank knows its own times");
         assert_eq!(kind(usize::MAX), kind(usize::MAX / 2), "the last size has no end");
-        assert!(kind(usize::MAX) != Kind::new(4, 0, 1024));
+        assert!(kind(usize::MAX) != Kind::new(4, 0, 0, 1024));
     }
 }

@@ -60,7 +60,7 @@ impl Channel {
         }
     }
 
-    /// Whether the path of `call` is that from tensor to tensor.
+    /// Whether `call` copies from tensor to tensor.
     fn copies_directly(&self, call: &Call) -> bool {
         self.plan.path == CallPath::Second && !call.op.collective.reduces
     }
