@@ -62,8 +62,11 @@ faults() { # every fault, in every binding, on one host and on two
   DL_COMM_TEST_ROUNDS="${FAULT_ROUNDS:-20}" python -m pytest -q tests/faults
 }
 
-soak() { # random calls on three ranks: checks values and memory growth
-  python tests/launch.py 3 $((${SOAK_MINUTES:-20} * 60 + 300)) python tests/soak.py --minutes "${SOAK_MINUTES:-20}"
+soak() { # random calls on two and three ranks: checks values and memory growth
+  local ranks minutes=${SOAK_MINUTES:-10}
+  for ranks in 2 3; do
+    python tests/launch.py "$ranks" $((minutes * 60 + 300)) python tests/soak.py --minutes "$minutes" || return 1
+  done
 }
 
 for case in "${cases[@]}"; do

@@ -126,7 +126,7 @@ def test_late_ranks(job: Job) -> None:
         assert not any(each["error"] for each in results.values()), results
     # Instead of an error, a line named the late rank and the call.
     for case in ("slow", "gil", "stopped"):
-        words = rf"average '{case}' on team 0 \(tensor 0.*: float32\[1\]\) has waited \d s for .*rank {job.odd} on "
+        words = rf"average '{case}' on team 0 \(tensor 0.*: float32\[1\]\) has waited \d+ s for .*rank {job.odd} on "
         assert re.search(words, finished.output), (case, finished.output)
     for rank in range(job.size - 1):
         assert job.results(rank)["slow"]["seconds"] > 1
