@@ -58,7 +58,7 @@ fuzz_target!(|input: Input| {
     let topology = Topology::new(usize::from(input.me) % hosts.len(), &hosts);
     let slot = (usize::from(input.lines) + 1) * 64;
     let config = CallConfig {
-        single_thread_max: usize::from(input.lines) * 32,
+        max_channels: usize::from(input.lines) % (usize::from(input.channels) + 1) + 1,
         acc_f64: input.acc_f64,
         ..CallConfig::new(
             &topology,
