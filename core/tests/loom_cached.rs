@@ -17,6 +17,11 @@ use loom_support::{FLOATS, SLOT, call, config, explore, regions, spawn, with_wai
 /// Every rank runs `rounds` calls of `op`, all but the first from a plan where the channel lets it. Reductions of
 /// `timed_min` bytes take turns between one round and slices.
 fn cached(op: Op, ranks: usize, preemptions: usize, rounds: usize, len: usize, timed_min: usize) {
+    cached_in(Access::Slots, op, ranks, preemptions, rounds, len, timed_min);
+}
+
+/// As `cached`, with this access to the tensors of other ranks.
+fn cached_in(access: Access, op: Op, ranks: usize, preemptions: usize, rounds: usize, len: usize, timed_min: usize) {
     explore(Some(preemptions), move || {
         let rank = |(rank, region): (usize, Arc<ShmRegion>)| {
             spawn(move || {
@@ -52,7 +57,7 @@ fn cached(op: Op, ranks: usize, preemptions: usize, rounds: usize, len: usize, t
                 }
             })
         };
-        let ranks: Vec<_> = regions(ranks, Access::Slots).into_iter().enumerate().map(rank).collect();
+        let ranks: Vec<_> = regions(ranks, access).into_iter().enumerate().map(rank).collect();
         ranks.into_iter().for_each(|rank| rank.join().unwrap());
     });
 }
@@ -76,4 +81,9 @@ fn cached_allgathers_of_two_ranks() {
 #[test]
 fn cached_allreduces_with_two_paths() {
     cached(Op::MEAN, 2, 2, 4, FLOATS, 1);
+}
+
+#[test]
+fn cached_allreduces_with_two_paths_in_shared_tensors() {
+    cached_in(Access::Peer, Op::MEAN, 2, 2, 4, FLOATS, 1);
 }
