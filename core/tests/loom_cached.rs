@@ -14,14 +14,31 @@ use dl_comm_core::transport::ShmRegion;
 use dl_comm_core::transport::in_process::Access;
 use loom_support::{FLOATS, SLOT, call, config, explore, regions, spawn, with_wait_context};
 
-/// Every rank runs `rounds` calls of `op`, all but the first from a plan where the channel lets it. Reductions of
-/// `timed_min` bytes take turns between one round and slices.
-fn cached(op: Op, ranks: usize, preemptions: usize, rounds: usize, len: usize, timed_min: usize) {
-    cached_in(Access::Slots, op, ranks, preemptions, rounds, len, timed_min);
+/// Every rank runs `rounds` calls of `op` on `len` elements, all but the first from a plan where the channel lets it.
+#[derive(Clone, Copy)]
+struct Model {
+    op: Op,
+    ranks: usize,
+    preemptions: usize,
+    rounds: usize,
+    len: usize,
+    /// Reductions from this size on take turns between one round and slices.
+    timed_min: usize,
+    access: Access,
 }
 
-/// As `cached`, with this access to the tensors of other ranks.
-fn cached_in(access: Access, op: Op, ranks: usize, preemptions: usize, rounds: usize, len: usize, timed_min: usize) {
+const TWO_RANKS: Model = Model {
+    op: Op::MEAN,
+    ranks: 2,
+    preemptions: 2,
+    rounds: 4,
+    len: FLOATS,
+    timed_min: usize::MAX,
+    access: Access::Slots,
+};
+
+fn cached(model: Model) {
+    let Model { op, ranks, preemptions, rounds, len, timed_min, access } = model;
     explore(Some(preemptions), move || {
         let rank = |(rank, region): (usize, Arc<ShmRegion>)| {
             spawn(move || {
@@ -64,26 +81,26 @@ fn cached_in(access: Access, op: Op, ranks: usize, preemptions: usize, rounds: u
 
 #[test]
 fn cached_allreduces_of_two_ranks() {
-    cached(Op::MEAN, 2, 2, 4, FLOATS, usize::MAX);
+    cached(TWO_RANKS);
 }
 
 #[test]
 fn cached_allreduces_of_three_ranks() {
-    cached(Op::MEAN, 3, 1, 3, FLOATS, usize::MAX);
+    cached(Model { ranks: 3, preemptions: 1, rounds: 3, ..TWO_RANKS });
 }
 
 #[test]
 fn cached_allgathers_of_two_ranks() {
-    cached(Op::ALLGATHER, 2, 2, 4, FLOATS / 2, usize::MAX);
+    cached(Model { op: Op::ALLGATHER, len: FLOATS / 2, ..TWO_RANKS });
 }
 
 /// At first the calls take the paths one, two, two, one.
 #[test]
 fn cached_allreduces_with_two_paths() {
-    cached(Op::MEAN, 2, 2, 4, FLOATS, 1);
+    cached(Model { timed_min: 1, ..TWO_RANKS });
 }
 
 #[test]
 fn cached_allreduces_with_two_paths_in_shared_tensors() {
-    cached_in(Access::Peer, Op::MEAN, 2, 2, 4, FLOATS, 1);
+    cached(Model { timed_min: 1, access: Access::Peer, ..TWO_RANKS });
 }

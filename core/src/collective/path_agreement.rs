@@ -46,13 +46,12 @@ impl Channel {
         }
     }
 
-    /// Before the first round of a call of which the longest block has `total` bytes: starts its timer, if it
-    /// has a choice.
+    /// Before the first round of a call of which the longest block has `total` bytes: starts its timer, if it has
+    /// a choice.
     #[inline]
     pub(super) fn start_timer(&mut self, call: &Call, total: usize, kind: Option<Kind>) {
         self.timer = kind.filter(|_| !self.always_copies_directly(call)).map(|kind| CallTimer {
             kind,
-            timing_rank: self.timing_rank(call),
             path: self.path(call, kind),
             bytes: total.saturating_mul(call.blocks()),
             since: self.path_choice.state(kind).is_timed().then(Instant::now),
@@ -99,7 +98,7 @@ impl Channel {
             if timer.since.is_some() {
                 for (rank, note) in self.shm.path_notes(seq).enumerate() {
                     timer.packing = timer.packing.max(note.packing);
-                    if rank == timer.timing_rank {
+                    if rank == timer.kind.timing_rank {
                         next = Some(if note.second { CallPath::Second } else { CallPath::First });
                     }
                 }
@@ -123,7 +122,7 @@ impl Channel {
         if let Some(timer) = self.timer.take()
             && timer.has_matched
             && let Some(since) = timer.since
-            && timer.timing_rank == self.topology.local_rank()
+            && timer.kind.timing_rank == self.topology.local_rank()
         {
             let time = timer.packing + since.elapsed();
             let state = self.path_choice.state(timer.kind);

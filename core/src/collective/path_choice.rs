@@ -4,11 +4,12 @@
 //! their lines move between the caches of two processors, which takes one to four times as long, depending on where the
 //! threads run; for direct copies the system looks up each page of private memory. A short reduction goes in one round,
 //! in which every rank reads the inputs of all, or in slices: one round takes 0.4 to 0.8 of the time where processors
-//! share a cache, and 2.4 to 3.5 times as long where they do not. So one rank times its calls, and its header says which
+//! share a cache, and up to 3.5 times as long where they do not. So one rank times its calls, and its header says which
 //! path the next call of the same kind takes. All ranks read the same headers, so they agree.
 //! [`super::path_agreement`] has the steps of a call.
 //! Thread rule: plain data of a channel.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// How a call runs on one host.
@@ -31,21 +32,24 @@ impl CallPath {
 }
 
 /// Calls of one collective and of similar size, which one rank times.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Kind(usize);
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Kind {
+    collective: i32,
+    /// The local rank that times the calls.
+    pub timing_rank: usize,
+    /// The size's level above the least.
+    size: usize,
+}
 
-/// Sizes of a collective's kinds: four while the bytes double.
+/// Levels of sizes: four while the bytes double.
 const SIZES: usize = 64;
-/// Codes of collectives are less.
-const CODES: usize = 64;
 
 impl Kind {
     /// The kind of a call of `volume` bytes, which local rank `timing_rank` times; `min`: the least of a call that has a
     /// choice.
     pub(super) fn new(collective: i32, timing_rank: usize, volume: usize, min: usize) -> Kind {
-        let size = (size_level(volume) - size_level(min).min(size_level(volume))).min(SIZES - 1);
-        let code = collective.unsigned_abs() as usize % CODES;
-        Kind((timing_rank * CODES + code) * SIZES + size)
+        let size = size_level(volume).saturating_sub(size_level(min)).min(SIZES - 1);
+        Kind { collective, timing_rank, size }
     }
 }
 
@@ -105,7 +109,8 @@ impl KindState {
         self.times[path as usize]
     }
 
-    /// Adds the time of a call, for each byte. A shorter time counts at once, because only delays make a call longer than usual.
+    /// Adds the time of a call, for each byte. A shorter time counts at once, because only delays make a call longer than
+    /// usual.
     pub fn add(&mut self, path: CallPath, time: f32) {
         let (known, count) = (self.time(path), &mut self.first_calls[path as usize]);
         let shorter = *count == 0 || time < known;
@@ -153,21 +158,18 @@ impl KindState {
 /// The state of all kinds.
 #[derive(Debug, Default)]
 pub(super) struct PathChoice {
-    kinds: Vec<KindState>,
+    kinds: BTreeMap<Kind, KindState>,
 }
 
 impl PathChoice {
     /// The path of the next call of a kind.
     pub fn path(&self, kind: Kind) -> CallPath {
-        self.kinds.get(kind.0).map_or_else(CallPath::default, |state| state.path)
+        self.kinds.get(&kind).map_or_else(CallPath::default, |state| state.path)
     }
 
     /// The state of a kind.
     pub fn state(&mut self, kind: Kind) -> &mut KindState {
-        if self.kinds.len() <= kind.0 {
-            self.kinds.resize(kind.0 + 1, KindState::default());
-        }
-        &mut self.kinds[kind.0]
+        self.kinds.entry(kind).or_default()
     }
 }
 
@@ -175,8 +177,6 @@ impl PathChoice {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CallTimer {
     pub kind: Kind,
-    /// The local rank that times the call.
-    pub timing_rank: usize,
     pub path: CallPath,
     /// Of all blocks of a rank.
     pub bytes: usize,

@@ -20,8 +20,7 @@ pub struct PostedCall {
 
 impl Channel {
     /// Runs a small call in one round: every rank posts its input and computes the whole result, in a shard's order of
-    /// addition. That saves two rounds of flags. No rank raises `Unpacked`; `begin_round` does if it is
-    /// needed.
+    /// addition. That saves two rounds of flags. No rank raises `Unpacked`; `begin_round` does if it is needed.
     pub(super) fn exchange(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
         let seq = self.begin_small_round(wait_ctx)?;
         let len = call.layout.chunk_len(0);

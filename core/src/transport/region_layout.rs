@@ -36,8 +36,8 @@ const MIN_DEFAULT_SLOT: usize = 128 << 10;
 const ALL_SLOTS_BYTES: usize = 8 << 20;
 
 /// The most channels that a call of a group with `threads` threads uses. Threads that outnumber the processors only take
-/// turns: with two threads a rank on 2 processors, 64 MiB take 1.04 times as long on 2 ranks, 1.3 times on 4, and 1.35
-/// times on 8.
+/// turns: with two threads a rank on 2 processors, 64 MiB take 1.04 times as long on 2 ranks and 1.3 times on 4, 32 MiB
+/// 1.3 times on 8.
 pub fn max_channels(threads: usize, cpus_per_rank: usize) -> usize {
     threads.min(cpus_per_rank.max(1))
 }
