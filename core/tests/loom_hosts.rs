@@ -8,15 +8,19 @@ mod loom_support;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
-use dl_comm_core::collective::{Algorithm, AlgorithmSetting, Channel, Op};
+use dl_comm_core::collective::{
+    ActiveCall, Algorithm, AlgorithmSetting, Call, Channel, ChunkSource, Lookahead, NextChunk, Op,
+};
 use dl_comm_core::error::Result;
 use dl_comm_core::topology::Topology;
 use dl_comm_core::transport::in_process::{Access, world};
 use dl_comm_core::transport::memory::Aligned;
 use dl_comm_core::transport::sync::{AtomicU32, Ordering};
-use dl_comm_core::transport::{ExchangeBuffers, HostLink, MAX_EXCHANGES, Message, NetworkModel};
+use dl_comm_core::transport::{
+    ExchangeBuffers, HostLink, MAX_EXCHANGES, Message, NetworkModel, ShmRegion, WaitContext,
+};
 use dl_comm_core::wire_layout::exchange_buffer_bytes;
-use loom_support::{FLOATS, Floats, SLOT, call, config, explore, run, spawn};
+use loom_support::{FLOATS, Floats, SLOT, call, config, explore, run, spawn, with_wait_context};
 
 /// The messages of one exchange from one host to another.
 #[derive(Default)]
@@ -103,14 +107,29 @@ fn value(number: usize, rank: usize, index: usize) -> f32 {
     (100 * number + 10 * rank + index / 16) as f32
 }
 
+/// The mean of the inputs of all ranks.
+fn mean(number: usize, index: usize) -> f32 {
+    (0..3).map(|rank| value(number, rank, index)).sum::<f32>() / 3.0
+}
+
+/// A rank of a model.
+struct Rank {
+    rank: usize,
+    topology: Arc<Topology>,
+    region: Arc<ShmRegion>,
+    channel: Channel,
+    /// Those of each call.
+    floats: Vec<Floats>,
+}
+
 /// Ranks 0 and 1 are on one host, rank 2 on another. Under Loom there is one shard, so ranks 0 and 2 exchange messages
-/// while rank 1 waits. They average lists of floats of these lengths. Each rank's first call has its name of `names`.
-fn averages(
+/// while rank 1 waits. Runs `body` on each of them, with lists of floats of these lengths.
+fn ranks(
     preemptions: usize,
     access: Access,
     algorithm: Algorithm,
     lengths: &'static [usize],
-    names: [&'static str; 3],
+    body: impl Fn(&mut Rank) + Copy + Send + Sync + 'static,
 ) {
     const HOSTS: [usize; 3] = [0, 0, 1];
     explore(Some(preemptions), move || {
@@ -124,33 +143,117 @@ fn averages(
         let resources = world(&[2, 1], 1, SLOT, access).unwrap();
         resources.iter().for_each(|resources| resources.region.open().unwrap());
         let ranks = resources.into_iter().zip(links).enumerate().map(|(rank, (resources, links))| {
-            let mut own: Vec<Floats> = lengths.iter().map(|&len| Floats::new(len)).collect();
+            let floats = lengths.iter().map(|&len| Floats::new(len)).collect();
             spawn(move || {
-                let topology = Arc::new(Topology::new(rank, &HOSTS));
-                let region = resources.region;
+                let (topology, region) = (Arc::new(Topology::new(rank, &HOSTS)), resources.region);
                 let setting = AlgorithmSetting::Always(algorithm);
-                let mut channel = Channel::new(Arc::clone(&topology), region.channel(0)).with_links(
-                    links,
-                    NetworkModel::UNKNOWN,
-                    setting,
-                );
-                for (number, floats) in own.iter_mut().enumerate() {
-                    let name = if number == 0 { names[rank] } else { "" };
-                    floats.fill(|index| value(number, rank, index));
-                    let call = call(Op::MEAN, floats.in_place(), name, config(&topology, 0));
-                    let matches = number > 0 || names == [names[0]; 3];
-                    assert_eq!(run(&mut channel, &call, &region), matches);
-                    let mean = |index| (0..3).map(|rank| value(number, rank, index)).sum::<f32>() / 3.0;
-                    floats.expect(|index| if matches { mean(index) } else { value(number, rank, index) });
-                    floats.fill(|_| 0.0);
-                }
+                let channel = Channel::new(Arc::clone(&topology), region.channel(0));
+                let channel = channel.with_links(links, NetworkModel::UNKNOWN, setting);
+                let mut rank = Rank { rank, topology, region, channel, floats };
+                body(&mut rank);
                 // The memory is tracked until the execution ends.
-                std::mem::forget(own);
+                std::mem::forget(rank.floats);
                 // A host that ends early would lose its last messages.
-                drop(channel);
+                drop(rank.channel);
             })
         });
         ranks.collect::<Vec<_>>().into_iter().for_each(|rank| rank.join().unwrap());
+    });
+}
+
+/// The ranks average one list after the other. Each rank's first call has its name of `names`.
+fn averages(
+    preemptions: usize,
+    access: Access,
+    algorithm: Algorithm,
+    lengths: &'static [usize],
+    names: [&'static str; 3],
+) {
+    ranks(preemptions, access, algorithm, lengths, move |rank| {
+        let &mut Rank { rank, ref topology, ref region, ref mut channel, ref mut floats } = rank;
+        for (number, floats) in floats.iter_mut().enumerate() {
+            let name = if number == 0 { names[rank] } else { "" };
+            floats.fill(|index| value(number, rank, index));
+            let call = call(Op::MEAN, floats.in_place(), name, config(topology, 0));
+            let matches = number > 0 || names == [names[0]; 3];
+            assert_eq!(run(channel, &call, region), matches);
+            floats.expect(|index| if matches { mean(number, index) } else { value(number, rank, index) });
+            floats.fill(|_| 0.0);
+        }
+    });
+}
+
+/// The calls from number `ended` on, as those in the queue of a rank.
+struct Stream<'a> {
+    calls: &'a [Call],
+    /// Those of each call.
+    floats: &'a mut [Floats],
+    wait_ctx: WaitContext<'a>,
+    ended: usize,
+    begun: usize,
+    /// The first call, and those that all ranks are known to have, may begin.
+    known: usize,
+    /// The number of calls that this rank announces.
+    queued: usize,
+}
+
+impl ChunkSource for Stream<'_> {
+    fn next(&self) -> Option<NextChunk> {
+        (self.begun < self.known).then_some(NextChunk { call: self.begun, chunk: 0, compares: true })
+    }
+
+    fn begin(&mut self) -> Lookahead {
+        self.begun += 1;
+        Lookahead::new(self.calls[self.begun..self.queued].iter().map(|call| call.signature))
+    }
+
+    fn call(&self, number: usize) -> ActiveCall<'_> {
+        ActiveCall::new(&self.calls[number], self.wait_ctx)
+    }
+
+    /// The caller reads the results, and uses the memory again.
+    fn ended(&mut self, number: usize, ahead: usize) {
+        assert_eq!(number, self.ended);
+        self.floats[number].expect(|index| mean(number, index));
+        self.floats[number].fill(|_| 0.0);
+        self.ended += 1;
+        self.known = self.known.max(self.ended + ahead);
+    }
+}
+
+/// The ranks average one list per call, in streams. Each rank's first call has its name of `names`, and its first stream
+/// announces its number of calls of `queued`. `ended` is the number of calls that end in each stream. If it is 0, the
+/// first call differs, and the next stream begins with the second one.
+fn streams(
+    preemptions: usize,
+    lengths: &'static [usize],
+    names: [&'static str; 3],
+    queued: [usize; 3],
+    ended: &'static [usize],
+) {
+    ranks(preemptions, Access::Slots, Algorithm::Doubling, lengths, move |rank| {
+        let &mut Rank { rank, ref topology, ref region, ref mut channel, ref mut floats } = rank;
+        let new = |(number, floats): (usize, &mut Floats)| {
+            floats.fill(|index| value(number, rank, index));
+            let name = if number == 0 { names[rank].to_owned() } else { number.to_string() };
+            call(Op::MEAN, floats.in_place(), &name, config(topology, 0))
+        };
+        let calls: Vec<Call> = floats.iter_mut().enumerate().map(new).collect();
+        let (mut from, mut queued) = (0, queued[rank]);
+        for &expected in ended {
+            let matches = expected > 0;
+            with_wait_context(region, |&wait_ctx| {
+                let (begun, known) = (from, from + 1);
+                let mut stream = Stream { calls: &calls, floats, wait_ctx, ended: from, begun, known, queued };
+                assert_eq!(channel.run_stream(&mut stream).unwrap(), matches);
+                assert_eq!(stream.ended - from, expected);
+            });
+            if !matches {
+                floats[from].expect(|index| value(from, rank, index));
+            }
+            (from, queued) = (from + expected.max(1), calls.len());
+        }
+        assert_eq!(from, calls.len());
     });
 }
 
@@ -181,4 +284,31 @@ fn tensors_in_peer_memory() {
 fn all_hosts_detect_different_calls() {
     averages(1, Access::Slots, Algorithm::Doubling, &[FLOATS; 2], ["a", "b", "a"]);
     averages(1, Access::Slots, Algorithm::Doubling, &[FLOATS; 2], ["a", "a", "b"]);
+}
+
+/// All ranks announce all calls: a call begins while those before it are under way.
+#[test]
+fn a_stream_of_calls() {
+    streams(1, &[FLOATS; 4], ["0"; 3], [4; 3], &[4]);
+}
+
+/// More calls than the window has rounds.
+#[test]
+fn the_window_wraps_in_a_stream() {
+    streams(0, &[FLOATS; 6], ["0"; 3], [6; 3], &[6]);
+}
+
+/// A rank announces fewer calls than the others, on the first host and then on the second. All others continue in
+/// another stream.
+#[test]
+fn a_rank_has_a_shorter_queue() {
+    streams(1, &[FLOATS; 4], ["0"; 3], [4, 3, 4], &[3, 1]);
+    streams(1, &[FLOATS; 3], ["0"; 3], [3, 3, 2], &[2, 1]);
+}
+
+/// A difference within a host, and between hosts. The next stream works.
+#[test]
+fn the_first_calls_of_a_stream_differ() {
+    streams(1, &[FLOATS; 3], ["a", "b", "a"], [3; 3], &[0, 2]);
+    streams(1, &[FLOATS; 3], ["a", "a", "b"], [3; 3], &[0, 2]);
 }

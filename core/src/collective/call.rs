@@ -356,6 +356,30 @@ impl Call {
             && !self.agrees_on_length()
     }
 
+    /// Whether between hosts it can begin while calls before it are under way, and they while it is: it has one chunk on
+    /// all ranks. Lists of many tensors cannot: [`Call::conflicts_with`] would take long.
+    pub fn can_stream(&self) -> bool {
+        const MAX_TENSORS: usize = 8;
+        let tensors: usize = self.replicas.iter().map(Vec::len).sum();
+        self.layout.chunks() == 1 && tensors <= MAX_TENSORS && !self.agrees_on_length() && self.producer().is_none()
+    }
+
+    /// Whether one of the two calls writes memory that the other one uses, so that they cannot be under way at once.
+    pub fn conflicts_with(&self, other: &Call) -> bool {
+        let conflict = |(a, a_written): (Range<usize>, bool), (b, b_written): (Range<usize>, bool)| {
+            (a_written || b_written) && a.start < b.end && b.start < a.end
+        };
+        self.memory().any(|own| other.memory().any(|others| conflict(own.clone(), others)))
+    }
+
+    /// The addresses that this rank uses, and whether it writes them.
+    fn memory(&self) -> impl Iterator<Item = (Range<usize>, bool)> {
+        self.replicas.iter().flatten().flat_map(|tensor| {
+            let (read, written) = extents(self.op, &tensor.buffer, &self.counts, &self.config);
+            [(tensor.buffer.source_bytes(0..read), false), (tensor.buffer.destination_bytes(0..written), true)]
+        })
+    }
+
     /// Bytes of a small reduction from which on the ranks choose between one round and slices.
     pub(super) fn timed_min(&self) -> usize {
         self.config.timed_min

@@ -9,9 +9,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::call::Call;
+use super::chunk_source::{ActiveCall, ChunkSource, ChunksOf};
 use super::inter_host::{AlgorithmSetting, InterHost};
 use super::operation::Pattern;
 use super::path_choice::{CallPath, CallTimer, PathChoice};
+use super::plan::Plan;
 use super::shard::ShardView;
 use super::transfer;
 use super::wire::shard_range;
@@ -54,36 +56,6 @@ pub struct Channel {
     pub(super) path_choice: PathChoice,
     /// Of the call that runs, if it has a choice.
     pub(super) timer: Option<CallTimer>,
-}
-
-/// What the first chunk of a call has shown about the others; the same on all ranks of a host.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Plan {
-    /// Whether all ranks of the host can access the tensors, and the slots hold addresses.
-    pub zero_copy: bool,
-    /// Whether the first round has completed all chunks.
-    pub is_complete: bool,
-    /// Bytes of the longest block, or of the line; the same on all ranks.
-    pub total: usize,
-    /// The path on one host, if the call has a choice.
-    pub path: CallPath,
-}
-
-impl Plan {
-    /// The number of chunks that run one after the other, the first of which has run.
-    pub fn chunks(self, call: &Call) -> usize {
-        if self.is_complete { 1 } else { self.all_chunks(call) }
-    }
-
-    /// The number of chunks of `call`.
-    pub(super) fn all_chunks(self, call: &Call) -> usize {
-        self.total.div_ceil(call.layout.chunk_size()).max(1)
-    }
-
-    /// Bytes of chunk `chunk` of the longest block.
-    pub(super) fn chunk_len(self, call: &Call, chunk: usize) -> usize {
-        self.total.saturating_sub(chunk * call.layout.chunk_size()).min(call.layout.chunk_size())
-    }
 }
 
 /// The outcome of a round.
@@ -176,7 +148,8 @@ impl Channel {
         if self.topology.hosts() > 1 {
             // The first chunk is copied: a host must not need more rounds than the others.
             self.offer = self.content(call);
-            result = self.drive(call, iter::once(0), false, wait_ctx)?;
+            let active = ActiveCall { call, plan: self.plan, wait_ctx: *wait_ctx };
+            result = self.drive(&mut ChunksOf { active, next: Some(0), others: iter::empty(), compares: true })?;
             self.plan.zero_copy = self.offer == SlotContent::PeerMemory;
         } else {
             self.plan.zero_copy = true;
@@ -192,6 +165,18 @@ impl Channel {
             ChunkResult::NoAccess | ChunkResult::Mismatch => self.timer = None,
         }
         Ok(result == ChunkResult::Matched)
+    }
+
+    /// Between hosts: runs calls of one chunk each ([`Call::can_stream`]), several at once. A call other than the first
+    /// begins once all ranks are known to have it. Returns false if the ranks' calls differ, which only those of the
+    /// first call can; then nothing was written.
+    ///
+    /// # Errors
+    /// Those of the transports; the channel is then unusable.
+    pub fn run_stream(&mut self, calls: &mut dyn ChunkSource) -> Result<bool> {
+        self.refresh();
+        self.offer = SlotContent::Data;
+        Ok(self.drive(calls)? == ChunkResult::Matched)
     }
 
     /// How the other chunks of the last call run.
@@ -212,7 +197,10 @@ impl Channel {
     ) -> Result<()> {
         self.plan = plan;
         if self.topology.hosts() > 1 {
-            return self.drive(call, chunks, true, wait_ctx).map(|_matched| ());
+            let mut others = chunks;
+            let active = ActiveCall { call, plan, wait_ctx: *wait_ctx };
+            let mut source = ChunksOf { active, next: others.next(), others, compares: false };
+            return self.drive(&mut source).map(|_matched| ());
         }
         if !plan.zero_copy || !self.run_chunks_zero_copy(call, chunks.clone(), wait_ctx)? {
             self.plan.zero_copy = false;
@@ -353,10 +341,11 @@ impl Channel {
     }
 
     /// Packs a chunk in round `seq`, which this rank has begun.
-    pub(super) fn pack(&mut self, call: &Call, chunk: usize, seq: u32, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    pub(super) fn pack(&mut self, active: &ActiveCall<'_>, chunk: usize, seq: u32) -> Result<()> {
+        let ActiveCall { call, plan, wait_ctx } = active;
         let len = call.layout.chunk_len(chunk);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
-        let content = if self.plan.zero_copy { self.content(call) } else { SlotContent::Data };
+        let content = if plan.zero_copy { self.content(call) } else { SlotContent::Data };
         if content == SlotContent::Data {
             self.copy_in(call, chunk, self.own_range(call, chunk), seq);
         } else {

@@ -1,21 +1,22 @@
-//! The chunks of a call between hosts: a window of state machines, and the loop that advances them.
+//! The chunks of calls between hosts: a window of state machines, and the loop that advances them.
 //!
 //! A chunk is packed; when all ranks of the host have packed it, the shard owners reduce their slices, between hosts by
 //! exchanges of messages; when all slices are complete, every rank unpacks. A chunk advances as soon as it can, whatever
 //! the others wait for, but flags are raised in the order of the chunks. The oldest chunk comes first, and new ones last:
 //! a thread that packs or reduces many chunks at once leaves the links idle meanwhile. A thread without work polls,
-//! because messages wake nobody. On one host there is [`super::host_chunks`] instead.
+//! because messages wake nobody. The chunks are those of one call, or several calls of one chunk. On one host there is
+//! [`super::host_chunks`] instead.
 //! Thread rule: as for [`Channel`].
 
 use std::collections::VecDeque;
-use std::iter::Peekable;
 
 use smallvec::SmallVec;
 
-use super::call::Call;
 use super::channel::{Channel, ChunkResult, out_of_sync};
+use super::chunk_source::{ActiveCall, ChunkSource, NextChunk};
 use super::in_place::ReducingInPlace;
-use super::inter_host::{InFlightSlice, Slice};
+use super::inter_host::{HostCalls, InFlightSlice, Slice};
+use super::lookahead::Lookahead;
 use super::partials::{InterHostOps, inter_host_ops};
 use super::shard::ShardView;
 use super::wire::shard_range;
@@ -29,10 +30,14 @@ const MIN_CHUNKS: usize = 2;
 /// A chunk under way.
 struct ChunkTask {
     seq: u32,
+    /// The number of its call.
+    call: usize,
     chunk: usize,
+    /// Whether the ranks compare their calls.
+    compares: bool,
     stage: Stage,
-    /// Whether all calls are known to match.
-    agreed: bool,
+    /// What is known of the calls of all ranks.
+    calls: HostCalls,
     /// Between hosts: the slices of this rank's shards; `None` once they are complete.
     slices: SmallVec<[Option<InFlightSlice>; 1]>,
 }
@@ -48,8 +53,8 @@ enum Stage {
     Complete,
     /// All slices to be complete.
     Reduced,
-    /// Nothing.
-    Ended(ChunkResult),
+    /// Nothing. All ranks have the same call, and this many behind it, or the calls differ.
+    Ended(Option<usize>),
 }
 
 impl Stage {
@@ -66,78 +71,63 @@ impl Stage {
 }
 
 impl Channel {
-    /// Runs `chunks` of `call` between hosts. `matched`: all ranks are known to have the same call; otherwise there is one
-    /// chunk, and nothing is written unless all calls match.
-    pub(super) fn drive(
-        &mut self,
-        call: &Call,
-        chunks: impl Iterator<Item = usize>,
-        matched: bool,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<ChunkResult> {
-        let mut chunks = chunks.peekable();
+    /// Runs the chunks of `source` between hosts. Returns a difference between the ranks' calls, after which no other
+    /// chunk is under way.
+    pub(super) fn drive(&mut self, source: &mut dyn ChunkSource) -> Result<ChunkResult> {
         let mut tasks: VecDeque<ChunkTask> = VecDeque::with_capacity(self.shm.window() as usize);
-        let mut wait = HostWait::new(wait_ctx);
-        loop {
+        let mut wait = HostWait::default();
+        // The oldest call is the one that waits.
+        while let Some(oldest) = tasks.front().map(|task| task.call).or_else(|| source.next().map(|next| next.call)) {
             let ahead = tasks.len() < MIN_CHUNKS;
-            let mut moved = ahead && self.begin_chunk(call, &mut chunks, &mut tasks, wait_ctx)?;
+            let mut moved = ahead && self.begin_chunk(source, &mut tasks)?;
             for shard in &mut self.inter_host {
-                wait.poll(shard.link.as_mut())?;
+                wait.poll(shard.link.as_mut(), &source.call(oldest).wait_ctx)?;
             }
-            moved |= self.advance_one(call, &mut tasks, matched, wait_ctx)?;
+            moved |= self.advance_one(source, &mut tasks)?;
             if !moved {
-                moved = self.begin_chunk(call, &mut chunks, &mut tasks, wait_ctx)?;
+                moved = self.begin_chunk(source, &mut tasks)?;
             }
-            while let Some(&ChunkTask { stage: Stage::Ended(result), chunk, .. }) = tasks.front() {
+            let wait_ctx = source.call(oldest).wait_ctx;
+            if moved {
+                wait.progress(&wait_ctx);
+            } else {
+                self.wait_for_progress(&tasks, &mut wait, &wait_ctx)?;
+            }
+            while let Some(&ChunkTask { stage: Stage::Ended(agreed), call, chunk, compares, .. }) = tasks.front() {
                 tasks.pop_front();
-                match result {
-                    ChunkResult::Matched => {}
-                    _ if matched => return Err(out_of_sync(call, chunk)),
-                    _ => return Ok(result),
+                match agreed {
+                    Some(ahead) => source.ended(call, ahead),
+                    None if compares && tasks.is_empty() => return Ok(ChunkResult::Mismatch),
+                    None => return Err(out_of_sync(source.call(call).call, chunk)),
                 }
             }
-            if tasks.is_empty() && chunks.peek().is_none() {
-                return Ok(ChunkResult::Matched);
-            }
-            if moved {
-                wait.progress();
-            } else {
-                self.wait_for_progress(&tasks, &mut wait, wait_ctx)?;
-            }
         }
+        Ok(ChunkResult::Matched)
     }
 
     /// Packs the next chunk, if there is one and room for it.
-    fn begin_chunk(
-        &mut self,
-        call: &Call,
-        chunks: &mut Peekable<impl Iterator<Item = usize>>,
-        tasks: &mut VecDeque<ChunkTask>,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<bool> {
+    fn begin_chunk(&mut self, source: &mut dyn ChunkSource, tasks: &mut VecDeque<ChunkTask>) -> Result<bool> {
         if tasks.len() < self.shm.window() as usize
-            && let Some(&chunk) = chunks.peek()
-            && let Some(seq) = self.try_begin_round(wait_ctx)
+            && let Some(NextChunk { call, chunk, compares }) = source.next()
+            && let Some(seq) = self.try_begin_round(&source.call(call).wait_ctx)
         {
-            chunks.next();
-            self.pack(call, chunk, seq, wait_ctx)?;
-            tasks.push_back(ChunkTask { seq, chunk, stage: Stage::Packed, agreed: true, slices: SmallVec::new() });
+            let lookahead = source.begin();
+            if compares {
+                self.shm.post_lookahead(seq, lookahead.0);
+            }
+            self.pack(&source.call(call), chunk, seq)?;
+            let (stage, calls, slices) = (Stage::Packed, HostCalls::default(), SmallVec::new());
+            tasks.push_back(ChunkTask { seq, call, chunk, compares, stage, calls, slices });
             return Ok(true);
         }
         Ok(false)
     }
 
     /// Advances the oldest chunk that can advance; returns whether there is one.
-    fn advance_one(
-        &mut self,
-        call: &Call,
-        tasks: &mut VecDeque<ChunkTask>,
-        matched: bool,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<bool> {
+    fn advance_one(&mut self, source: &dyn ChunkSource, tasks: &mut VecDeque<ChunkTask>) -> Result<bool> {
         let mut previous = u8::MAX;
         for task in tasks {
-            if self.advance(call, task, matched, previous, wait_ctx)? {
+            if self.advance(&source.call(task.call), task, previous)? {
                 return Ok(true);
             }
             previous = task.stage.number();
@@ -149,7 +139,7 @@ impl Channel {
     fn wait_for_progress(
         &self,
         tasks: &VecDeque<ChunkTask>,
-        wait: &mut HostWait<'_>,
+        wait: &mut HostWait,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
         let local_size = self.topology.local_size();
@@ -183,22 +173,15 @@ impl Channel {
 
     /// Advances a chunk as far as it can without waiting; returns whether it has advanced. `previous`: the stage of the
     /// chunk before it, which must be ahead, because flags are raised in order. Only exchanges may overtake.
-    fn advance(
-        &mut self,
-        call: &Call,
-        task: &mut ChunkTask,
-        matched: bool,
-        previous: u8,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<bool> {
+    fn advance(&mut self, active: &ActiveCall<'_>, task: &mut ChunkTask, previous: u8) -> Result<bool> {
         let before = task.stage;
         loop {
             let next = match task.stage {
-                Stage::Exchanging => self.exchange_slices(call, task, wait_ctx)?,
+                Stage::Exchanging => self.exchange_slices(active, task)?,
                 stage if stage.number() >= previous => None,
-                Stage::Packed => self.start_reduction(call, task, matched, wait_ctx)?,
-                Stage::Complete => Some(self.post_reduced(task, wait_ctx)),
-                Stage::Reduced => self.take_results(call, task, wait_ctx),
+                Stage::Packed => self.start_reduction(active, task)?,
+                Stage::Complete => Some(self.post_reduced(task, &active.wait_ctx)),
+                Stage::Reduced => self.take_results(active, task),
                 Stage::Ended(_) => None,
             };
             match next {
@@ -209,27 +192,25 @@ impl Channel {
     }
 
     /// Once all ranks of the host have packed: starts to exchange this rank's slices.
-    fn start_reduction(
-        &mut self,
-        call: &Call,
-        task: &mut ChunkTask,
-        matched: bool,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<Option<Stage>> {
-        let &mut ChunkTask { seq, chunk, .. } = task;
+    fn start_reduction(&mut self, active: &ActiveCall<'_>, task: &mut ChunkTask) -> Result<Option<Stage>> {
+        let &mut ChunkTask { seq, chunk, compares, .. } = task;
         let local_size = self.topology.local_size();
         if !self.shm.all_reached(Phase::Packed, seq, local_size) {
             return Ok(None);
         }
-        task.agreed = self.shm.same_signatures(seq);
+        task.calls.agreed = self.shm.same_signatures(seq);
+        if compares {
+            let all = self.shm.lookaheads(seq).map(Lookahead);
+            task.calls.lookahead = all.reduce(Lookahead::common).unwrap_or_default();
+        }
         // The other chunks can be read in place if all ranks offer that.
         let offers = |rank| self.shm.content(rank, seq) == SlotContent::PeerMemory;
         let all = (0..local_size).all(offers);
         self.offer = if all { SlotContent::PeerMemory } else { SlotContent::Data };
         for index in 0..self.inter_host.len() {
-            let agreed = task.agreed;
-            let started = self.with_slice(call, seq, chunk, index, |inter_host, slice| {
-                inter_host.start(slice, matched, agreed, wait_ctx)
+            let calls = task.calls;
+            let started = self.with_slice(active, seq, chunk, index, |inter_host, slice| {
+                inter_host.start(slice, !compares, calls, &active.wait_ctx)
             })?;
             task.slices.push(Some(started));
         }
@@ -237,22 +218,19 @@ impl Channel {
     }
 
     /// Continues the exchanges of this rank's slices.
-    fn exchange_slices(
-        &mut self,
-        call: &Call,
-        task: &mut ChunkTask,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<Option<Stage>> {
+    fn exchange_slices(&mut self, active: &ActiveCall<'_>, task: &mut ChunkTask) -> Result<Option<Stage>> {
         let &mut ChunkTask { seq, chunk, .. } = task;
         for (index, in_flight) in task.slices.iter_mut().enumerate() {
             let Some(state) = in_flight else { continue };
-            let done = self
-                .with_slice(call, seq, chunk, index, |inter_host, slice| inter_host.advance(slice, state, wait_ctx))?;
+            let done = self.with_slice(active, seq, chunk, index, |inter_host, slice| {
+                inter_host.advance(slice, state, &active.wait_ctx)
+            })?;
             if let Some(agreed) = done {
-                task.agreed &= agreed;
+                task.calls.agreed &= agreed;
+                task.calls.lookahead = task.calls.lookahead.common(state.lookahead());
                 *in_flight = None;
-                if self.plan.zero_copy {
-                    self.with_slice(call, seq, chunk, index, |_, slice| {
+                if active.plan.zero_copy {
+                    self.with_slice(active, seq, chunk, index, |_, slice| {
                         // SAFETY: the slice is complete, and this shard owns it in the tensors of all ranks.
                         unsafe { slice.ops.write_results(&slice.part(slice.bytes.clone())) }
                     })?;
@@ -265,36 +243,38 @@ impl Channel {
     /// Calls `work` with this rank's shard number `index` and its slice of a chunk.
     fn with_slice<T>(
         &mut self,
-        call: &Call,
+        active: &ActiveCall<'_>,
         seq: u32,
         chunk: usize,
         index: usize,
         work: impl FnOnce(&mut super::InterHost, &Slice<'_>) -> Result<T>,
     ) -> Result<T> {
+        let &ActiveCall { call, plan, .. } = active;
         let inter_host = &mut self.inter_host[index];
         let (topology, shard) = (&*self.topology, inter_host.shard);
         let (bytes, slots) = (shard_range(topology, call, chunk, shard), self.shm.slots(seq));
-        let in_place = self.shm.region().peer_memory().filter(|_| self.plan.zero_copy).map(ReducingInPlace);
+        let in_place = self.shm.region().peer_memory().filter(|_| plan.zero_copy).map(ReducingInPlace);
         let (ops, result): (&dyn InterHostOps, _) = match &in_place {
             // The slot holds addresses.
             Some(in_place) => (in_place, inter_host.result_buffer(seq).wrapping_sub(bytes.start)),
             None => (inter_host_ops(call), slots[topology.local_rank()]),
         };
         let shard = ShardView { topology, shard, chunk, slots, result };
-        let block_len = self.plan.chunk_len(call, chunk);
+        let block_len = plan.chunk_len(call, chunk);
         work(inter_host, &Slice { ops, call, shard, bytes, block_len, step: seq })
     }
 
     /// Shows the other ranks that this rank's slices are complete.
     fn post_reduced(&self, task: &ChunkTask, wait_ctx: &WaitContext<'_>) -> Stage {
-        self.shm.agree(task.seq, task.agreed);
+        self.shm.agree(task.seq, task.calls.agreed.then(|| task.calls.lookahead.calls()));
         self.shm.raise(Phase::Reduced, task.seq);
         wait_ctx.log().flag();
         Stage::Reduced
     }
 
     /// Once all slices are complete: takes the results, unless the calls differ.
-    fn take_results(&mut self, call: &Call, task: &ChunkTask, wait_ctx: &WaitContext<'_>) -> Option<Stage> {
+    fn take_results(&mut self, active: &ActiveCall<'_>, task: &ChunkTask) -> Option<Stage> {
+        let ActiveCall { call, plan, wait_ctx } = active;
         let &ChunkTask { seq, chunk, .. } = task;
         let owners = self.topology.num_owners();
         if !self.shm.all_reached(Phase::Reduced, seq, owners) {
@@ -302,12 +282,12 @@ impl Channel {
         }
         let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));
         let agreed = self.shm.all_agreed(seq, owners);
-        if agreed && !self.plan.zero_copy {
+        if agreed.is_some() && !plan.zero_copy {
             self.unpack(call, seq, chunk);
         }
         self.finish_round(seq);
         wait_ctx.log().flag();
         timer.end(Activity::Copy);
-        Some(Stage::Ended(if agreed { ChunkResult::Matched } else { ChunkResult::Mismatch }))
+        Some(Stage::Ended(agreed))
     }
 }

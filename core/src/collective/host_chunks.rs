@@ -11,6 +11,7 @@
 
 use super::call::Call;
 use super::channel::{Channel, ChunkResult, out_of_sync};
+use super::chunk_source::ActiveCall;
 use super::transfer;
 use super::wire::shard_range;
 use crate::error::Result;
@@ -33,7 +34,7 @@ impl Channel {
             let mut next = None;
             if let Some(chunk) = chunks.next() {
                 let seq = self.begin_round(wait_ctx)?;
-                self.pack(call, chunk, seq, wait_ctx)?;
+                self.pack(&ActiveCall { call, plan: self.plan, wait_ctx: *wait_ctx }, chunk, seq)?;
                 next = Some((chunk, seq));
             }
             let mut to_unpack = None;

@@ -3,8 +3,9 @@
 //! Thread rule: that of [`Channel`].
 
 use super::call::Call;
-use super::channel::{Channel, Plan};
+use super::channel::Channel;
 use super::path_choice::CallPath;
+use super::plan::Plan;
 use super::small_plan::SmallPlan;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};

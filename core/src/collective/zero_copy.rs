@@ -17,6 +17,7 @@ use std::ops::Range;
 use super::blocks::Counts;
 use super::call::Call;
 use super::channel::{Channel, ChunkResult, out_of_sync};
+use super::chunk_source::ActiveCall;
 use super::operation::{Op, Pattern, Root};
 use super::path_choice::CallPath;
 use super::shard::PerRank;
@@ -122,7 +123,7 @@ impl Channel {
         let all = chunks.clone();
         let Some(first) = chunks.next() else { return Ok(true) };
         let seq = self.begin_round(wait_ctx)?;
-        self.pack(call, first, seq, wait_ctx)?;
+        self.pack(&ActiveCall { call, plan: self.plan, wait_ctx: *wait_ctx }, first, seq)?;
         self.shm.wait(Phase::Packed, seq, self.topology.local_size(), wait_ctx)?;
         if !self.shm.same_signatures(seq) {
             return Err(out_of_sync(call, first));
@@ -164,13 +165,13 @@ impl Channel {
                 break;
             }
         }
-        self.shm.agree(seq, is_done);
+        self.shm.agree(seq, is_done.then_some(0));
         self.shm.raise(Phase::Reduced, seq);
         log.flag();
         self.shm.wait(Phase::Reduced, seq, ranks, wait_ctx)?;
         // Nobody reads a slot of this round any more.
         (self.unpacked_seq, self.freed_seq) = (seq, seq);
-        if !self.shm.all_agreed(seq, ranks) {
+        if self.shm.all_agreed(seq, ranks).is_none() {
             self.is_refused = true;
             return Ok(false);
         }

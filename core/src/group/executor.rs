@@ -3,17 +3,17 @@
 //! Leading is a role: the right to the [`Executor`]. A blocking caller takes it if it is free and no call is queued,
 //! and runs its own call, which saves two thread switches. Other ranks do not notice.
 
-use std::collections::VecDeque;
+use std::mem;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use super::call_stream::{Finish, can_stream};
 use super::device::DeviceExecutor;
 use super::other_groups::OtherGroups;
+use super::queue::Queue;
 use super::small_calls::{CachedCalls, CallWords, SmallCall, SmallCallInput};
-use super::thread::{GroupThread, Inbox, Received};
+use super::thread::{GroupThread, Inbox};
 use super::work::{QueueItem, Role, Work};
 use super::worker::Worker;
 use crate::collective::device::wait_event;
@@ -50,86 +50,6 @@ pub(super) struct ExecutorGuard<'a> {
 
 /// A small call that waits for other ranks, and its posted input.
 pub(super) type SmallCallRemainder = (Box<Call>, PostedCall);
-
-/// Calls that the lead has received and not run.
-pub(super) struct Queue<'a> {
-    inbox: &'a Inbox<QueueItem>,
-    pub calls: VecDeque<Arc<Work>>,
-    /// When the last item came.
-    pub arrived: Instant,
-    /// Whether the lead was idle before the first item came.
-    idle: bool,
-    /// Whether other ranks are stalled in a round.
-    joins_stalled: bool,
-    pub closed: bool,
-}
-
-impl Queue<'_> {
-    /// Waits for an item if there is no call; false if none comes.
-    fn wait(&mut self) -> bool {
-        self.idle = false;
-        if self.calls.is_empty() {
-            let item = self.inbox.try_receive().map(Received::Item).unwrap_or_else(|_| {
-                self.idle = true;
-                self.inbox.wait()
-            });
-            match item {
-                Received::Item(item) => self.push(item),
-                Received::Idle | Received::Closed => return false,
-            }
-        }
-        true
-    }
-
-    /// Receives all submitted items.
-    pub fn drain(&mut self) {
-        loop {
-            match self.inbox.try_receive() {
-                Ok(item) => self.push(item),
-                Err(TryRecvError::Empty) => return,
-                Err(TryRecvError::Disconnected) => {
-                    self.closed = true;
-                    return;
-                }
-            }
-        }
-    }
-
-    /// Waits up to `timeout` for an item; returns whether one came.
-    pub fn wait_for_more(&mut self, timeout: Duration) -> bool {
-        match self.inbox.wait_timeout(timeout) {
-            Ok(item) => self.push(item),
-            Err(RecvTimeoutError::Timeout) => return false,
-            Err(RecvTimeoutError::Disconnected) => {
-                self.closed = true;
-                thread::sleep(timeout);
-                return false;
-            }
-        }
-        true
-    }
-
-    fn push(&mut self, item: QueueItem) {
-        match item {
-            QueueItem::Call(work) => self.calls.push_back(work),
-            QueueItem::HandedBack => {}
-            QueueItem::JoinStalled => self.joins_stalled = true,
-        }
-        self.arrived = Instant::now();
-    }
-
-    /// Moves the calls with the signatures `order` to the front, in that order.
-    pub fn reorder(&mut self, order: &[u64]) {
-        let mut first = VecDeque::with_capacity(self.calls.len());
-        for &signature in order {
-            let position = self.calls.iter().position(|work| work.call.signature == signature);
-            first.extend(position.and_then(|position| self.calls.remove(position)));
-        }
-        self.calls.iter().for_each(|work| work.reset_unmatched());
-        first.append(&mut self.calls);
-        self.calls = first;
-    }
-}
 
 impl Executor {
     /// An executor with channel 0 and the helper threads.
@@ -169,18 +89,27 @@ impl Executor {
 
     /// Runs the calls from `inbox` until none comes.
     pub fn run_loop(&self, inbox: &Inbox<QueueItem>) {
-        let (calls, arrived) = (VecDeque::new(), Instant::now());
-        let mut queue = Queue { inbox, calls, arrived, idle: true, joins_stalled: false, closed: false };
+        let mut queue = Queue::new(inbox);
         while queue.wait() {
-            let ended = self.lock().run_next(&mut queue);
+            let run_next = || Ok(self.lock().run_next(&mut queue, &|work, result| self.finish(work, result)));
+            let ended = guard(run_next).unwrap_or_else(|error| {
+                // A defect must not leave callers without an outcome.
+                self.lock().worker.shared.fail(&error);
+                queue.calls.pop_front().map(|work| (work, Err(error)))
+            });
             // The next caller can then find the executor free.
             if let Some((work, result)) = ended {
-                if work.is_queued() {
-                    self.queued.fetch_sub(1, Ordering::Release);
-                }
-                work.finish(result);
+                self.finish(&work, result);
             }
         }
+    }
+
+    /// Finishes this thread's part of a call.
+    fn finish(&self, work: &Work, result: Result<()>) {
+        if work.is_queued() {
+            self.queued.fetch_sub(1, Ordering::Release);
+        }
+        work.finish(result);
     }
 
     /// Starts the helper threads.
@@ -195,7 +124,7 @@ impl Executor {
     pub fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
-        let helpers = std::mem::take(&mut state.helpers);
+        let helpers = mem::take(&mut state.helpers);
         let (handed_back, ended) = (state.handed_back.take(), state.worker.shared.ended());
         drop(state);
         helpers.iter().for_each(GroupThread::close);
@@ -275,18 +204,25 @@ impl ExecutorGuard<'_> {
 }
 
 impl ExecutorState {
-    /// Handles the first call of `queue`; returns it when this thread's part of it has ended.
-    fn run_next(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Work>, Result<()>)> {
+    /// Handles the first call of `queue`; returns it when this thread's part of it has ended, unless it was finished by
+    /// `finish`.
+    fn run_next(&mut self, queue: &mut Queue<'_>, finish: Finish<'_>) -> Option<(Arc<Work>, Result<()>)> {
         self.worker.channel.set_waiter(Waiter::Thread);
         if let Some(work) = self.handed_back.take() {
             queue.calls.push_front(work);
             return self.worker.reconcile(queue, None, OtherGroups::new(&self.worker.shared));
         }
         // The queue item may already have been handled.
-        let joins_stalled = std::mem::take(&mut queue.joins_stalled);
+        let joins_stalled = mem::take(&mut queue.joins_stalled);
         let Some(work) = queue.calls.front().cloned() else {
             return if joins_stalled { self.join_stalled(queue) } else { None };
         };
+        if self.worker.shared.several_hosts && can_stream(&work) {
+            return match self.worker.run_stream(queue, finish) {
+                Ok(true) | Err(_) => None,
+                Ok(false) => self.worker.reconcile(queue, None, OtherGroups::new(&self.worker.shared)),
+            };
+        }
         match self.run_first_chunk(&work, queue.idle) {
             Ok(true) => {
                 queue.calls.pop_front();

@@ -2,14 +2,16 @@
 //!
 //! `submit` validates, lays out and enqueues a call, and returns. The lead thread runs calls in order. A call's first
 //! chunk checks that all ranks have the same call. Only then do the helpers get the other chunks, so they see the calls
-//! in the same order on all ranks. Ranks with differing calls reconcile them ([`crate::collective::matching`]). The
-//! thread that finishes a call's last part completes it.
+//! in the same order on all ranks. Between hosts short calls are under way together (`call_stream`). Ranks with differing
+//! calls reconcile them ([`crate::collective::matching`]). The thread that finishes a call's last part completes it.
 //!
 //! A failure that leaves the ranks out of sync (a deadline, a lost peer) ends the group: all pending and later calls
 //! get that first error.
 //! Thread rule: any thread may use a [`Group`].
 
 mod adasum;
+mod call_limits;
+mod call_stream;
 mod call_summary;
 mod callers;
 mod copied_call;
@@ -24,6 +26,7 @@ mod messenger;
 mod other_groups;
 mod point_to_point;
 mod process_groups;
+mod queue;
 mod reconcile;
 mod record;
 mod small_calls;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::executor::Queue;
 use super::other_groups::OtherGroups;
+use super::queue::Queue;
 use super::state::GroupState;
 use super::work::{Role, Work};
 use super::worker::Worker;

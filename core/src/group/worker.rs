@@ -2,15 +2,14 @@
 
 use std::sync::Arc;
 
+use super::call_limits::CallLimits;
 use super::state::GroupState;
 use super::thread::{Inbox, Received};
 use super::work::Work;
 use crate::collective::Channel;
 use crate::collective::device::StagingPipeline;
 use crate::error::{Result, guard};
-use crate::log::log_line;
 use crate::transport::WaitContext;
-use crate::transport::wait_context::WaitCallbacks;
 
 /// A thread of a group with its channel.
 pub(super) struct Worker {
@@ -50,26 +49,22 @@ impl Worker {
         work: &Arc<Work>,
         body: impl FnOnce(&mut Channel, &Work, &WaitContext<'_>) -> Result<T>,
     ) -> Result<T> {
+        let limits = CallLimits { work: Arc::clone(work), shared: Arc::clone(&self.shared) };
+        let wait_ctx = limits.wait_context();
+        self.run_guarded(|channel| {
+            channel.open(&wait_ctx)?;
+            body(channel, work, &wait_ctx)
+        })
+    }
+
+    /// Runs `body` unless the group has failed. Ends the group if an error leaves the ranks out of sync.
+    pub fn run_guarded<T>(&mut self, body: impl FnOnce(&mut Channel) -> Result<T>) -> Result<T> {
         let shared = &self.shared;
         if let Some(error) = shared.failure() {
             return Err(error);
         }
-        let on_stall = |text: &str| {
-            log_line(text);
-            (shared.on_failure)(text);
-        };
-        let callbacks = WaitCallbacks {
-            describe: &|| work.call.summary(),
-            abort_reason: &|| shared.abort_reason(work),
-            on_stall: &on_stall,
-        };
-        let (timings, warn) = (&work.record.timings, shared.settings.stall_warn);
-        let wait_ctx = WaitContext::new(work.record.submitted, work.deadline, warn, &work.warned, timings, &callbacks);
         let channel = &mut self.channel;
-        let result = guard(|| {
-            channel.open(&wait_ctx)?;
-            body(channel, work, &wait_ctx)
-        });
+        let result = guard(|| body(channel));
         if let Err(error) = &result
             && !error.is_recoverable()
         {

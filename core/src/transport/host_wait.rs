@@ -11,8 +11,8 @@ use crate::error::Result;
 use crate::timings::{Activity, WaitTarget};
 
 /// A wait for messages.
-pub struct HostWait<'a> {
-    wait_ctx: &'a WaitContext<'a>,
+#[derive(Default)]
+pub struct HostWait {
     backoff: Backoff,
     /// When this thread last had something to do, if it naps.
     idle_since: Option<Instant>,
@@ -20,19 +20,14 @@ pub struct HostWait<'a> {
     awaited_rank: Option<usize>,
 }
 
-impl<'a> HostWait<'a> {
-    /// A wait within these limits.
-    pub fn new(wait_ctx: &'a WaitContext<'a>) -> HostWait<'a> {
-        HostWait { wait_ctx, backoff: Backoff::default(), idle_since: None, awaited_rank: None }
-    }
-
+impl HostWait {
     /// Polls `link`. If messages have completed, the time since the thread had something to do was a wait for their
-    /// hosts.
+    /// hosts, which counts for the call of `wait_ctx`.
     ///
     /// # Errors
     /// Those of the link.
-    pub fn poll(&mut self, link: &mut dyn HostLink) -> Result<()> {
-        let HostWait { wait_ctx, idle_since, backoff, .. } = self;
+    pub fn poll(&mut self, link: &mut dyn HostLink, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let HostWait { idle_since, backoff, .. } = self;
         let log = wait_ctx.log();
         let completed = &mut |host: usize| {
             backoff.reset();
@@ -47,9 +42,9 @@ impl<'a> HostWait<'a> {
     }
 
     /// The thread has had something to do.
-    pub fn progress(&mut self) {
+    pub fn progress(&mut self, wait_ctx: &WaitContext<'_>) {
         if let Some((since, rank)) = self.idle_since.take().zip(self.awaited_rank.take()) {
-            self.wait_ctx.log().waited(rank, since, Instant::now());
+            wait_ctx.log().waited(rank, since, Instant::now());
         }
         self.backoff.reset();
     }
@@ -93,9 +88,9 @@ pub fn check_hosts<'l>(links: impl IntoIterator<Item = &'l dyn HostLink>, wait_c
 /// # Errors
 /// An abort or deadline of the wait context, or a failure of the transport; the link is unusable afterwards.
 pub fn finish_exchange(link: &mut dyn HostLink, exchange: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-    let mut wait = HostWait::new(wait_ctx);
+    let mut wait = HostWait::default();
     loop {
-        wait.poll(link)?;
+        wait.poll(link, wait_ctx)?;
         if link.in_flight(exchange) == 0 {
             return Ok(());
         }

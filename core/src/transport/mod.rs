@@ -50,7 +50,9 @@ pub mod wait_context;
 pub use host_link::{ExchangeBuffers, HostLink, MAX_EXCHANGES, Message};
 pub use host_wait::{HostWait, check_hosts, finish_exchange};
 pub use network_model::NetworkModel;
-pub use region_layout::{HOST_WINDOW, MAX_DEFAULT_SLOT, MAX_WINDOW, NETWORK_WINDOW, SMALL_WINDOW, max_channels};
+pub use region_layout::{
+    HOST_WINDOW, LOOKAHEAD_WORDS, MAX_DEFAULT_SLOT, MAX_WINDOW, NETWORK_WINDOW, SMALL_WINDOW, max_channels,
+};
 pub use shm_region::{Phase, ShmChannel, ShmRegion, SlotContent};
 pub use wait_context::WaitContext;
 

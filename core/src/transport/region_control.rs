@@ -6,9 +6,11 @@
 use std::sync::atomic::Ordering;
 
 use super::flag::Flag;
-use super::region_layout::{FAILURE_TEXT, Failure, HOST_WINDOW, RankFlags, RegionHeader, RegionLayout};
+use super::region_layout::{
+    FAILURE_TEXT, Failure, HOST_WINDOW, LOOKAHEAD_WORDS, Lookaheads, RankFlags, RegionHeader, RegionLayout,
+};
 use super::step::reached;
-use super::sync::AtomicU32;
+use super::sync::{AtomicU32, AtomicU64};
 use crate::error::Error;
 use crate::wire_layout::ALIGN;
 
@@ -74,6 +76,14 @@ impl RegionControl {
         debug_assert!(channel < self.layout.channels && rank < self.layout.ranks);
         // SAFETY: as above.
         unsafe { &*self.base.add(self.layout.flags_offset(channel, rank)).cast::<RankFlags>() }
+    }
+
+    /// What a rank posts about its later calls in the rounds of a turn.
+    pub(super) fn lookahead(&self, channel: usize, rank: usize, turn: usize) -> &[AtomicU64; LOOKAHEAD_WORDS] {
+        debug_assert!(channel < self.layout.channels && rank < self.layout.ranks);
+        // SAFETY: as above.
+        let all = unsafe { &*self.base.add(self.layout.lookahead_offset(channel, rank)).cast::<Lookaheads>() };
+        &all.0[turn]
     }
 
     fn member(&self, index: usize) -> &AtomicU32 {

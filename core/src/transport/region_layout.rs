@@ -21,6 +21,9 @@ pub const SMALL_WINDOW: u32 = 2;
 /// The largest window. Windows are powers of two: the numbers of rounds wrap.
 pub const MAX_WINDOW: usize = NETWORK_WINDOW;
 
+/// The words that a rank posts about the calls behind the one that starts, between hosts.
+pub const LOOKAHEAD_WORDS: usize = 4;
+
 /// Default sizes of slots are multiples of it.
 const SLOT_STEP: usize = 64 << 10;
 
@@ -112,8 +115,12 @@ impl RegionLayout {
         size_of::<RegionHeader>() + (channel * self.ranks + rank) * size_of::<RankFlags>()
     }
 
+    pub(super) fn lookahead_offset(self, channel: usize, rank: usize) -> usize {
+        self.flags_offset(self.channels, 0) + (channel * self.ranks + rank) * size_of::<Lookaheads>()
+    }
+
     pub(super) fn members_offset(self) -> usize {
-        self.flags_offset(self.channels, 0)
+        self.lookahead_offset(self.channels, 0)
     }
 
     /// The offset of a slot in the slots of its rank.
@@ -129,7 +136,7 @@ impl RegionLayout {
 pub(super) struct RankFlags {
     /// By turn of the round. On one host the flag and all turns are in one cache line.
     pub packed: CacheLine<[CallHeaders; MAX_WINDOW / HOST_WINDOW]>,
-    /// Whether the shard owner found all signatures equal, by turn of the round.
+    /// What the shard owner found ([`super::shm_region::ShmChannel::agree`]), by turn of the round.
     pub reduced: CacheLine<[AtomicU32; MAX_WINDOW]>,
     pub unpacked: CacheLine<RankState>,
 }
@@ -174,6 +181,12 @@ pub(super) struct CallHeaders {
 }
 
 const _: () = assert!(cfg!(loom) || size_of::<Flag>() + size_of::<CallHeaders>() <= 64, "see `RankFlags::packed`");
+
+/// What a rank posts in a channel with `Packed` about the calls behind the one that starts, by turn of the round. Only
+/// between hosts; `Packed` has no room for it.
+#[repr(C, align(64))]
+#[derive(Default)]
+pub(super) struct Lookaheads(pub [[AtomicU64; LOOKAHEAD_WORDS]; MAX_WINDOW]);
 
 /// The fields that exist once per region.
 #[repr(C, align(64))]
@@ -227,6 +240,7 @@ impl RegionLayout {
             });
             for block in 0..self.channels * self.ranks {
                 base.add(self.flags_offset(0, block)).cast::<RankFlags>().write(RankFlags::default());
+                base.add(self.lookahead_offset(0, block)).cast::<Lookaheads>().write(Lookaheads::default());
             }
         }
         let base = base.addr();
@@ -246,6 +260,10 @@ mod tests {
         for (channel, rank) in (0..2).flat_map(|channel| (0..3).map(move |rank| (channel, rank))) {
             let offset = layout.flags_offset(channel, rank);
             ranges.push((offset, offset + size_of::<RankFlags>()));
+        }
+        for (channel, rank) in (0..2).flat_map(|channel| (0..3).map(move |rank| (channel, rank))) {
+            let offset = layout.lookahead_offset(channel, rank);
+            ranges.push((offset, offset + size_of::<Lookaheads>()));
         }
         ranges.push((layout.members_offset(), layout.control_bytes(5)));
         assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{ranges:?}");

@@ -11,6 +11,7 @@
 //! own, so that they lie in memory near it.
 //! Thread rule: the group's threads share a `ShmRegion`; each channel is used by one thread.
 
+use std::array;
 use std::cell::{Cell, OnceCell};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
@@ -19,7 +20,7 @@ use std::time::{Duration, Instant};
 use super::arena::PeerMemory;
 use super::flag::Flag;
 use super::region_control::RegionControl;
-use super::region_layout::{HOST_WINDOW, MAX_WINDOW, RankFlags, SMALL_WINDOW};
+use super::region_layout::{HOST_WINDOW, LOOKAHEAD_WORDS, MAX_WINDOW, RankFlags, SMALL_WINDOW};
 use super::spin::{MaxSpins, Spins, Waiter};
 use super::step::START;
 use super::sync::{AtomicU32, AtomicU64, prefetch};
@@ -460,14 +461,31 @@ impl ShmChannel {
         (1..self.region.layout.ranks).all(|rank| signature(rank) == signature(0))
     }
 
-    /// Posts whether this shard owner found all signatures equal. Call it before raising `Reduced`.
-    pub fn agree(&self, step: u32, agreed: bool) {
-        self.agreed(self.region.me, step).store(u32::from(agreed), Ordering::Relaxed);
+    /// Posts what this shard owner found: if all signatures are equal, how many of the next calls are, too. Call it before
+    /// raising `Reduced`.
+    pub fn agree(&self, step: u32, agreed: Option<usize>) {
+        let number = |ahead| u32::try_from(ahead).unwrap_or(0) + 1;
+        self.agreed(self.region.me, step).store(agreed.map_or(0, number), Ordering::Relaxed);
     }
 
-    /// Whether the owners of the first `shards` shards posted agreement. Call it after their `Reduced`.
-    pub fn all_agreed(&self, step: u32, shards: usize) -> bool {
-        (0..shards).all(|rank| self.agreed(rank, step).load(Ordering::Relaxed) == 1)
+    /// What the owners of the first `shards` shards all posted. Call it after their `Reduced`.
+    pub fn all_agreed(&self, step: u32, shards: usize) -> Option<usize> {
+        let agreed = (0..shards).map(|rank| self.agreed(rank, step).load(Ordering::Relaxed));
+        agreed.min().unwrap_or(1).checked_sub(1).map(|ahead| ahead as usize)
+    }
+
+    /// Posts what this rank has behind the call that starts. Call it before raising `Packed`.
+    pub fn post_lookahead(&self, step: u32, words: [u64; LOOKAHEAD_WORDS]) {
+        let places = self.region.control.lookahead(self.channel, self.region.me, self.turn(step));
+        places.iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+    }
+
+    /// The words that all ranks of the host posted. Call it after all `Packed`.
+    pub fn lookaheads(&self, step: u32) -> impl Iterator<Item = [u64; LOOKAHEAD_WORDS]> {
+        (0..self.region.layout.ranks).map(move |rank| {
+            let places = self.region.control.lookahead(self.channel, rank, self.turn(step));
+            array::from_fn(|word| places[word].load(Ordering::Relaxed))
+        })
     }
 
     fn flag(&self, rank: usize, phase: Phase) -> &Flag {

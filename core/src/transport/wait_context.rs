@@ -11,25 +11,26 @@ use crate::timings::CallTimings;
 /// The limits of the waits of one call. A wait checks them only after it has slept, so they cost nothing while data
 /// flows.
 /// Thread rule: one per thread and call.
+#[derive(Clone, Copy)]
 pub struct WaitContext<'a> {
     started: Instant,
     deadline: Deadline,
     warn: Option<Duration>,
     warned: &'a AtomicBool,
     timings: &'a CallTimings,
-    describe: &'a dyn Fn() -> String,
-    abort_reason: &'a dyn Fn() -> Option<Error>,
-    on_stall: &'a dyn Fn(&str),
+    callbacks: &'a dyn WaitCallbacks,
 }
 
 /// Callbacks of a wait; called rarely, because they are expensive.
-pub struct WaitCallbacks<'a> {
+pub trait WaitCallbacks {
     /// Describes the call in messages.
-    pub describe: &'a dyn Fn() -> String,
+    fn describe(&self) -> String;
     /// Returns a failure that aborts every wait.
-    pub abort_reason: &'a dyn Fn() -> Option<Error>,
+    fn abort_reason(&self) -> Option<Error>;
     /// Receives the stall warning.
-    pub on_stall: &'a dyn Fn(&str),
+    fn on_stall(&self, text: &str) {
+        log_line(text);
+    }
 }
 
 impl<'a> WaitContext<'a> {
@@ -41,10 +42,9 @@ impl<'a> WaitContext<'a> {
         warn: Option<Duration>,
         warned: &'a AtomicBool,
         timings: &'a CallTimings,
-        callbacks: &WaitCallbacks<'a>,
+        callbacks: &'a dyn WaitCallbacks,
     ) -> WaitContext<'a> {
-        let WaitCallbacks { describe, abort_reason, on_stall } = *callbacks;
-        WaitContext { started, deadline, warn, warned, timings, describe, abort_reason, on_stall }
+        WaitContext { started, deadline, warn, warned, timings, callbacks }
     }
 
     /// The timings of the call.
@@ -55,25 +55,25 @@ impl<'a> WaitContext<'a> {
     /// Checks whether to continue waiting, at most `grace` past the deadline. `waiting_for` names the awaited ranks.
     ///
     /// # Errors
-    /// [`Error::Timeout`] after the deadline, or the error of `abort_reason`.
+    /// [`Error::Timeout`] after the deadline, or the error of [`WaitCallbacks::abort_reason`].
     pub fn check(&self, grace: Duration, waiting_for: &dyn Fn() -> String) -> Result<()> {
-        if let Some(error) = (self.abort_reason)() {
+        if let Some(error) = self.callbacks.abort_reason() {
             return Err(error);
         }
         let waited = self.started.elapsed();
         if self.deadline.is_over(waited.saturating_sub(grace)) {
             return Err(Error::Timeout(format!(
                 "{} was not complete after {:.1} s ({}); still waiting for {}",
-                (self.describe)(),
+                self.callbacks.describe(),
                 waited.as_secs_f64(),
                 self.deadline.set_by,
                 waiting_for()
             )));
         }
         if self.warn.is_some_and(|warn| waited >= warn + grace) && !self.warned.swap(true, Ordering::Relaxed) {
-            (self.on_stall)(&format!(
+            self.callbacks.on_stall(&format!(
                 "{} has waited {:.0} s for {} (DL_COMM_STALL_WARN_S)",
-                (self.describe)(),
+                self.callbacks.describe(),
                 waited.as_secs_f64(),
                 waiting_for()
             ));
@@ -93,7 +93,15 @@ pub fn with_limits<T>(
     abort_reason: &dyn Fn() -> Option<Error>,
     work: impl FnOnce(&WaitContext<'_>) -> Result<T>,
 ) -> Result<T> {
-    let callbacks = WaitCallbacks { describe: &|| what.to_owned(), abort_reason, on_stall: &log_line };
+    struct Limits<'a>(&'a str, &'a dyn Fn() -> Option<Error>);
+    impl WaitCallbacks for Limits<'_> {
+        fn describe(&self) -> String {
+            self.0.to_owned()
+        }
+        fn abort_reason(&self) -> Option<Error> {
+            self.1()
+        }
+    }
     let (warned, timings) = (AtomicBool::new(false), CallTimings::default());
-    work(&WaitContext::new(Instant::now(), deadline.into(), warn, &warned, &timings, &callbacks))
+    work(&WaitContext::new(Instant::now(), deadline.into(), warn, &warned, &timings, &Limits(what, abort_reason)))
 }

@@ -17,8 +17,8 @@ use dl_comm_core::group::{CallOptions, Group, OnFailure, ProcessGroups, Timeout}
 use dl_comm_core::group_config::GroupConfig;
 use dl_comm_core::group_key::{GroupKey, GroupName, Members};
 use dl_comm_core::plugin::{StagingBuffer, StepOptions, Team};
-use dl_comm_core::transport::GroupResources;
 use dl_comm_core::transport::in_process::{self, Access};
+use dl_comm_core::transport::{GroupResources, HostLink};
 
 /// One rank of a test, in one of its teams.
 pub struct Rank {
@@ -51,6 +51,8 @@ pub struct World {
     pub timeout: Duration,
     /// How long an unmatched call waits for its counterparts.
     pub match_timeout: Duration,
+    /// Replaces each link to other hosts.
+    pub link: fn(Box<dyn HostLink>) -> Box<dyn HostLink>,
 }
 
 impl World {
@@ -66,6 +68,7 @@ impl World {
             oversubscribed: false,
             timeout: Duration::from_secs(60),
             match_timeout: Duration::from_millis(300),
+            link: |link| link,
         }
     }
 
@@ -105,7 +108,9 @@ impl World {
                         let team = |(id, endpoint): (i32, GroupResources)| {
                             let (key, cpus_per_rank) =
                                 (GroupKey::team(id), if self.oversubscribed { 0 } else { usize::MAX });
-                            let endpoint = GroupResources { key, cpus_per_rank, ..endpoint };
+                            let links = endpoint.links.into_iter();
+                            let links = links.map(|links| links.into_iter().map(self.link).collect()).collect();
+                            let endpoint = GroupResources { key, cpus_per_rank, links, ..endpoint };
                             let team = Group::start(endpoint, settings, None, Arc::clone(on_failure), &process_groups)
                                 .unwrap();
                             Rank { rank, size, team: Team::new(team) }

@@ -10,6 +10,7 @@ use dl_comm_core::buffer::{Buffer, Tensor};
 use dl_comm_core::collective::{Call, CallConfig, Channel, Counts, Op};
 use dl_comm_core::deadline::Deadline;
 use dl_comm_core::dtype::DType;
+use dl_comm_core::error::Error;
 use dl_comm_core::group_key::GroupKey;
 use dl_comm_core::timings::CallTimings;
 use dl_comm_core::topology::Topology;
@@ -54,11 +55,25 @@ pub fn regions(ranks: usize, access: in_process::Access) -> Vec<Arc<ShmRegion>> 
     regions
 }
 
+/// Only the failure of a region aborts a wait.
+struct RegionFailure<'a>(&'a ShmRegion);
+
+impl WaitCallbacks for RegionFailure<'_> {
+    fn describe(&self) -> String {
+        String::new()
+    }
+
+    fn abort_reason(&self) -> Option<Error> {
+        self.0.control().failure()
+    }
+
+    fn on_stall(&self, _text: &str) {}
+}
+
 /// Calls `body` with a wait context that only the region's failure aborts.
 pub fn with_wait_context<T>(region: &ShmRegion, body: impl FnOnce(&WaitContext<'_>) -> T) -> T {
     let (warned, timings) = (AtomicBool::new(false), CallTimings::new(0, 0));
-    let abort_reason = || region.control().failure();
-    let callbacks = WaitCallbacks { describe: &String::new, abort_reason: &abort_reason, on_stall: &|_| {} };
+    let callbacks = RegionFailure(region);
     body(&WaitContext::new(Instant::now(), Deadline::default(), None, &warned, &timings, &callbacks))
 }
 

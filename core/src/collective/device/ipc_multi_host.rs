@@ -19,7 +19,7 @@ use super::ipc_peers::IpcPeers;
 use super::streams::{DeviceResult, root, signal_outputs, wait_inputs, wait_taken};
 use crate::collective::call::Call;
 use crate::collective::channel::Channel;
-use crate::collective::inter_host::{InFlightSlice, Slice};
+use crate::collective::inter_host::{HostCalls, InFlightSlice, Slice};
 use crate::collective::partials::{InterHostOps, Partial, Piece, Reducing, inter_host_ops, parts};
 use crate::collective::shard::{PerRank, ShardView};
 use crate::collective::wire::shard_range;
@@ -194,8 +194,8 @@ impl MultiHostIpc {
                 }
                 wait_taken(&mut shard_owner.summed[buffer], wait_ctx)?;
                 wait_taken(&mut shard_owner.free[buffer], wait_ctx)?;
-                let in_flight =
-                    shard_owner.with_slice(call, next, |slice| inter_host.start(slice, true, true, wait_ctx))?;
+                let in_flight = shard_owner
+                    .with_slice(call, next, |slice| inter_host.start(slice, true, HostCalls::default(), wait_ctx))?;
                 shard_owner.in_flight[buffer] = Some(in_flight);
             }
         }

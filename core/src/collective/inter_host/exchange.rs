@@ -5,11 +5,12 @@ use std::ptr;
 
 use super::algorithm::{Algorithm, AlgorithmSetting};
 use super::cost;
-use super::handshake_state::{HandshakeState, Payload};
+use super::handshake_state::{HandshakeState, HostCalls, Payload};
 use super::header::{self, Header};
 use super::stage::{Next, Stage};
 use super::tree::ReductionTree;
 use crate::collective::call::Call;
+use crate::collective::lookahead::Lookahead;
 use crate::collective::operation::Pattern;
 use crate::collective::partials::{InterHostOps, Partial, Piece};
 use crate::collective::shard::ShardView;
@@ -45,6 +46,13 @@ pub(in crate::collective) struct InFlightSlice {
     handshake: HandshakeState,
     /// Whether the local buffer has this host's partial sums.
     has_own: bool,
+}
+
+impl InFlightSlice {
+    /// What all ranks have behind the call, after the handshake.
+    pub fn lookahead(&self) -> Lookahead {
+        self.handshake.calls.lookahead
+    }
 }
 
 /// A slice to reduce between hosts.
@@ -90,13 +98,13 @@ impl InterHost {
         self.results[step as usize % MAX_EXCHANGES].as_mut_slice().as_mut_ptr()
     }
 
-    /// Sends the first messages of a slice. `matched`: all hosts are known to have the same call. Otherwise `agreed`
-    /// says whether the ranks of this host have the same call.
+    /// Sends the first messages of a slice. `matched`: all hosts are known to have the same call. `calls`: those of this
+    /// host's ranks.
     pub(in crate::collective) fn start(
         &mut self,
         slice: &Slice<'_>,
         matched: bool,
-        agreed: bool,
+        calls: HostCalls,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<InFlightSlice> {
         let (setting, network) = (self.setting, self.network);
@@ -111,7 +119,7 @@ impl InterHost {
             Algorithm::Halving => Payload::Halves,
             Algorithm::Pairwise | Algorithm::Ring => Payload::Empty,
         };
-        let handshake = HandshakeState::new(payload, agreed, slice.bytes.clone());
+        let handshake = HandshakeState::new(payload, calls, slice.bytes.clone());
         let mut in_flight = InFlightSlice { algorithm, stage: Stage::Fold, handshake, has_own: false };
         in_flight.stage = if matched && payload == Payload::Empty {
             exchange.start_data(&mut in_flight)?
@@ -241,21 +249,29 @@ impl SliceExchange<'_> {
     }
 
     pub fn header(&self, kind: u32, agreed: bool, has_data: bool) -> Header {
-        Header { signature: self.slice.call.signature, step: self.slice.step, message_kind: kind, agreed, has_data }
+        let (signature, step) = (self.slice.call.signature, self.slice.step);
+        Header { signature, step, message_kind: kind, agreed, has_data, lookahead: Lookahead::default() }
     }
 
-    /// Reads the message at `at` in the receive buffer and returns its data; `None` if the sender's call differs.
-    pub fn read(&mut self, at: usize, kind: u32) -> Result<Option<Partial>> {
+    /// Reads the header of the message at `at` in the receive buffer.
+    pub fn read_header(&mut self, at: usize, kind: u32) -> Result<Header> {
         let message = &self.link.buffers(self.exchange_index).recv[at..];
-        let header = Header::read(message, self.slice.step, kind, self.slice.call)?;
-        let agrees = header.agreed && header.signature == self.slice.call.signature;
-        Ok(agrees.then(|| header.has_data.then(|| message[HEADER..].as_ptr())))
+        Header::read(message, self.slice.step, kind, self.slice.call)
     }
 
-    /// As `read`, once all hosts are known to agree; a difference is an error.
+    /// The data of the message at `at` in the receive buffer.
+    pub fn data(&mut self, at: usize, header: &Header) -> Partial {
+        let message = &self.link.buffers(self.exchange_index).recv[at..];
+        header.has_data.then(|| message[HEADER..].as_ptr())
+    }
+
+    /// The data of the message at `at` in the receive buffer, once all hosts are known to agree; a difference is an error.
     pub fn read_matched(&mut self, at: usize, kind: u32) -> Result<Partial> {
-        let read = self.read(at, kind)?;
-        read.ok_or_else(|| header::out_of_sync(self.slice.call))
+        let header = self.read_header(at, kind)?;
+        if !header.agrees_with(self.slice.call) {
+            return Err(header::out_of_sync(self.slice.call));
+        }
+        Ok(self.data(at, &header))
     }
 
     /// The cost input of this host, which assumes equal shards.

@@ -7,7 +7,8 @@
 use std::ops::Range;
 
 use super::exchange::SliceExchange;
-use super::handshake_state::{HandshakeState, Payload};
+use super::handshake_state::{HandshakeState, HostCalls, Payload};
+use super::header::Header;
 use super::stage::{Next, Stage};
 use super::tree::Role;
 use crate::collective::partials::Partial;
@@ -72,22 +73,24 @@ impl SliceExchange<'_> {
     /// After the rounds: sends the result to the folded host, if there is one.
     fn end_rounds(&mut self, state: &HandshakeState) -> Result<Next> {
         let Role::FoldsIn(from) = self.tree.role else { return Ok(state.outcome()) };
-        let message = match state.has_payload() {
-            true => self.pack_result(0, self.slice.bytes.clone(), RESULT),
-            false => self.write_header(RESULT, state, 0..0),
+        let end = match state.has_payload() {
+            true => self.pack_result(0, self.slice.bytes.clone(), RESULT).end,
+            false => HEADER,
         };
-        self.start(&[Message { host: from, bytes: message }], &[])?;
+        self.write_header(RESULT, state, 0..0);
+        self.start(&[Message { host: from, bytes: 0..end }], &[])?;
         Ok(Next::Stage(Stage::FoldResult))
     }
 
     /// Receives the result on a folded host; on the other its message has gone.
     pub fn finish_fold_result(&mut self, state: &mut HandshakeState) -> Result<Next> {
         if let Role::FoldedInto(_) = self.tree.role {
-            let agreed = self.read(0, RESULT)?.is_some();
+            let header = self.read_header(0, RESULT)?;
+            let agreed = header.agrees_with(self.slice.call);
             if agreed && state.has_payload() {
                 self.unpack_result(0, self.slice.bytes.clone(), RESULT)?;
             }
-            state.agreed = agreed;
+            state.calls = HostCalls { agreed, lookahead: header.lookahead };
         }
         Ok(state.outcome())
     }
@@ -143,20 +146,24 @@ impl SliceExchange<'_> {
     /// Writes the header of a message whose data, the range `sent`, is already in the buffer or absent.
     fn write_header(&mut self, kind: u32, state: &HandshakeState, sent: Range<usize>) -> Range<usize> {
         let has_data = state.has_payload() && state.has_data;
-        self.header(kind, state.agreed, has_data).write(self.link.buffers(self.exchange_index).send);
+        let header = Header { lookahead: state.calls.lookahead, ..self.header(kind, state.calls.agreed, has_data) };
+        header.write(self.link.buffers(self.exchange_index).send);
         0..HEADER + if has_data { self.partial_bytes(sent) } else { 0 }
     }
 
     /// Adds the received data to this host's. `first`: this host's data is the first operand. `last`: completes the
     /// sum.
     fn add_received(&mut self, kind: u32, first: bool, last: bool, state: &mut HandshakeState) -> Result<()> {
-        let Some(received) = self.read(0, kind)? else {
-            state.agreed = false;
+        let header = self.read_header(0, kind)?;
+        if !header.agrees_with(self.slice.call) {
+            state.calls.agreed = false;
             return Ok(());
-        };
+        }
+        state.calls.lookahead = state.calls.lookahead.common(header.lookahead);
         if !state.has_payload() {
             return Ok(());
         }
+        let received = self.data(0, &header);
         let out = match state.payload {
             Payload::Halves => self.host_partial.as_mut_slice()[state.at..].as_mut_ptr(),
             _ => self.link.buffers(self.exchange_index).send[state.at..].as_mut_ptr(),

@@ -1,0 +1,141 @@
+//! Calls of one chunk between hosts: a call begins once all ranks are known to have it, while those before it are still
+//! under way. Each call also compares the calls behind it ([`crate::collective::Lookahead`]).
+//!
+//! Thread rule: the thread that holds the executor.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::call_limits::CallLimits;
+use super::queue::Queue;
+use super::state::GroupState;
+use super::work::{Role, Work};
+use super::worker::Worker;
+use crate::collective::{ActiveCall, ChunkSource, Lookahead, NextChunk};
+use crate::error::{Error, Result};
+
+/// Finishes this thread's part of a call.
+pub(super) type Finish<'a> = &'a dyn Fn(&Work, Result<()>);
+
+/// The calls at the front of a queue.
+pub(super) struct CallStream<'a, 'q> {
+    queue: &'a mut Queue<'q>,
+    shared: &'a Arc<GroupState>,
+    finish: Finish<'a>,
+    /// The calls from number `ended` up to `known`.
+    calls: VecDeque<CallLimits>,
+    /// The number of calls that have ended, and the number of the oldest other one.
+    ended: usize,
+    /// The number of calls that have begun.
+    begun: usize,
+    /// The number of calls that may begin: the first one, and those that all ranks are known to have.
+    known: usize,
+    /// The number of calls at the front of the queue that can follow those before them.
+    following: usize,
+}
+
+/// Whether a call can be part of a stream.
+pub(super) fn can_stream(work: &Work) -> bool {
+    matches!(work.role, Role::Own) && work.call.can_stream()
+}
+
+impl<'a, 'q> CallStream<'a, 'q> {
+    /// The calls from the first one in the queue on; it can be part of a stream.
+    pub fn new(queue: &'a mut Queue<'q>, shared: &'a Arc<GroupState>, finish: Finish<'a>) -> CallStream<'a, 'q> {
+        let (calls, following) = (VecDeque::new(), 1);
+        let mut stream = CallStream { queue, shared, finish, calls, ended: 0, begun: 0, known: 0, following };
+        stream.take(1);
+        stream
+    }
+
+    /// Looks for further calls that can follow. A call whose memory conflicts with that of a call before it must wait
+    /// until that one has ended.
+    fn find_following(&mut self) {
+        self.queue.drain();
+        while self.following < Lookahead::MAX
+            && let Some(next) = self.queue.calls.get(self.following).filter(|work| can_stream(work))
+        {
+            let queued = self.queue.calls.iter().take(self.following);
+            let mut before = self.calls.iter().map(|call| &call.work).chain(queued);
+            if before.any(|work| work.call.conflicts_with(&next.call)) {
+                return;
+            }
+            self.following += 1;
+        }
+    }
+
+    /// Moves the next `count` calls from the queue to the stream.
+    fn take(&mut self, count: usize) {
+        let works = self.queue.calls.drain(..count);
+        self.calls.extend(works.map(|work| CallLimits { work, shared: Arc::clone(self.shared) }));
+        self.known += count;
+        self.following -= count;
+    }
+
+    /// After a difference between the ranks' calls: puts the first call back into the queue.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if it is another one.
+    pub fn give_back(&mut self) -> Result<()> {
+        if self.known > 1 {
+            return Err(Error::Internal("ranks out of sync in calls that they had compared".into()));
+        }
+        self.calls.drain(..).for_each(|first| self.queue.calls.push_front(first.work));
+        Ok(())
+    }
+
+    /// After a failure: ends all calls.
+    pub fn fail(&mut self, error: &Error) {
+        self.calls.drain(..).for_each(|call| (self.finish)(&call.work, Err(error.clone())));
+    }
+}
+
+impl ChunkSource for CallStream<'_, '_> {
+    fn next(&self) -> Option<NextChunk> {
+        (self.begun < self.known).then_some(NextChunk { call: self.begun, chunk: 0, compares: true })
+    }
+
+    fn begin(&mut self) -> Lookahead {
+        self.calls[self.begun - self.ended].work.record.start(false);
+        self.begun += 1;
+        self.find_following();
+        let known = self.calls.iter().skip(self.begun - self.ended).map(|call| &call.work);
+        let following = self.queue.calls.iter().take(self.following);
+        Lookahead::new(known.chain(following).map(|work| work.call.signature))
+    }
+
+    fn call(&self, number: usize) -> ActiveCall<'_> {
+        let limits = &self.calls[number - self.ended];
+        ActiveCall::new(&limits.work.call, limits.wait_context())
+    }
+
+    fn ended(&mut self, number: usize, ahead: usize) {
+        self.take((number + 1 + ahead).saturating_sub(self.known));
+        self.ended += 1;
+        if let Some(CallLimits { work, .. }) = self.calls.pop_front() {
+            work.record.matched(self.shared.next_match_index());
+            (self.finish)(&work, Ok(()));
+        }
+    }
+}
+
+impl Worker {
+    /// Runs the calls at the front of `queue`, of which the first is [`can_stream`].
+    /// Returns false, with the first call at the front, if the ranks' calls differ.
+    ///
+    /// # Errors
+    /// Those of `run_checked`; then all calls that were taken from the queue have ended.
+    pub fn run_stream(&mut self, queue: &mut Queue<'_>, finish: Finish<'_>) -> Result<bool> {
+        let shared = Arc::clone(&self.shared);
+        let mut stream = CallStream::new(queue, &shared, finish);
+        let result = self.run_guarded(|channel| {
+            channel.open(&stream.call(0).wait_ctx)?;
+            let same = channel.run_stream(&mut stream)?;
+            if !same {
+                stream.give_back()?;
+            }
+            Ok(same)
+        });
+        result.inspect_err(|error| stream.fail(error))
+    }
+}
