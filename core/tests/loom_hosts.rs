@@ -184,7 +184,7 @@ fn averages(
 }
 
 /// The calls from number `ended` on, as those in the queue of a rank.
-struct Stream<'a> {
+struct ConcurrentCalls<'a> {
     calls: &'a [Call],
     /// Those of each call.
     floats: &'a mut [Floats],
@@ -197,7 +197,7 @@ struct Stream<'a> {
     queued: usize,
 }
 
-impl ChunkSource for Stream<'_> {
+impl ChunkSource for ConcurrentCalls<'_> {
     fn next(&self) -> Option<NextChunk> {
         (self.begun < self.known).then_some(NextChunk { call: self.begun, chunk: 0, compares: true })
     }
@@ -221,10 +221,10 @@ impl ChunkSource for Stream<'_> {
     }
 }
 
-/// The ranks average one list per call, in streams. Each rank's first call has its name of `names`, and its first stream
-/// announces its number of calls of `queued`. `ended` is the number of calls that end in each stream. If it is 0, the
-/// first call differs, and the next stream begins with the second one.
-fn streams(
+/// The ranks average one list per call, concurrently. Each rank's first call has its name of `names`, and at first it
+/// announces its number of calls of `queued`. `ended` is the number of calls that end in each run. If it is 0, the first
+/// call differs, and the next run begins with the second one.
+fn concurrent_calls(
     preemptions: usize,
     lengths: &'static [usize],
     names: [&'static str; 3],
@@ -244,9 +244,10 @@ fn streams(
             let matches = expected > 0;
             with_wait_context(region, |&wait_ctx| {
                 let (begun, known) = (from, from + 1);
-                let mut stream = Stream { calls: &calls, floats, wait_ctx, ended: from, begun, known, queued };
-                assert_eq!(channel.run_stream(&mut stream).unwrap(), matches);
-                assert_eq!(stream.ended - from, expected);
+                let mut concurrent =
+                    ConcurrentCalls { calls: &calls, floats, wait_ctx, ended: from, begun, known, queued };
+                assert_eq!(channel.run_concurrent(&mut concurrent).unwrap(), matches);
+                assert_eq!(concurrent.ended - from, expected);
             });
             if !matches {
                 floats[from].expect(|index| value(from, rank, index));
@@ -286,29 +287,29 @@ fn all_hosts_detect_different_calls() {
     averages(1, Access::Slots, Algorithm::Doubling, &[FLOATS; 2], ["a", "a", "b"]);
 }
 
-/// All ranks announce all calls: a call begins while those before it are under way.
+/// A call begins while those before it are under way.
 #[test]
-fn a_stream_of_calls() {
-    streams(1, &[FLOATS; 4], ["0"; 3], [4; 3], &[4]);
+fn all_ranks_announce_all_calls() {
+    concurrent_calls(1, &[FLOATS; 4], ["0"; 3], [4; 3], &[4]);
 }
 
 /// More calls than the window has rounds.
 #[test]
-fn the_window_wraps_in_a_stream() {
-    streams(0, &[FLOATS; 6], ["0"; 3], [6; 3], &[6]);
+fn the_window_wraps_in_concurrent_calls() {
+    concurrent_calls(0, &[FLOATS; 6], ["0"; 3], [6; 3], &[6]);
 }
 
-/// A rank announces fewer calls than the others, on the first host and then on the second. All others continue in
-/// another stream.
+/// A rank announces fewer calls than the others, on the first host and then on the second. All continue in another
+/// run.
 #[test]
 fn a_rank_has_a_shorter_queue() {
-    streams(1, &[FLOATS; 4], ["0"; 3], [4, 3, 4], &[3, 1]);
-    streams(1, &[FLOATS; 3], ["0"; 3], [3, 3, 2], &[2, 1]);
+    concurrent_calls(1, &[FLOATS; 4], ["0"; 3], [4, 3, 4], &[3, 1]);
+    concurrent_calls(1, &[FLOATS; 3], ["0"; 3], [3, 3, 2], &[2, 1]);
 }
 
-/// A difference within a host, and between hosts. The next stream works.
+/// A difference within a host, and between hosts. The next run works.
 #[test]
-fn the_first_calls_of_a_stream_differ() {
-    streams(1, &[FLOATS; 3], ["a", "b", "a"], [3; 3], &[0, 2]);
-    streams(1, &[FLOATS; 3], ["a", "a", "b"], [3; 3], &[0, 2]);
+fn the_first_of_concurrent_calls_differs() {
+    concurrent_calls(1, &[FLOATS; 3], ["a", "b", "a"], [3; 3], &[0, 2]);
+    concurrent_calls(1, &[FLOATS; 3], ["a", "a", "b"], [3; 3], &[0, 2]);
 }

@@ -358,7 +358,7 @@ impl Call {
 
     /// Whether between hosts it can begin while calls before it are under way, and they while it is: it has one chunk on
     /// all ranks. Lists of many tensors cannot: [`Call::conflicts_with`] would take long.
-    pub fn can_stream(&self) -> bool {
+    pub fn can_be_concurrent(&self) -> bool {
         const MAX_TENSORS: usize = 8;
         let tensors: usize = self.replicas.iter().map(Vec::len).sum();
         self.layout.chunks() == 1 && tensors <= MAX_TENSORS && !self.agrees_on_length() && self.producer().is_none()
@@ -374,10 +374,11 @@ impl Call {
 
     /// The addresses that this rank uses, and whether it writes them.
     fn memory(&self) -> impl Iterator<Item = (Range<usize>, bool)> {
-        self.replicas.iter().flatten().flat_map(|tensor| {
+        let ranges = self.replicas.iter().flatten().flat_map(|tensor| {
             let (read, written) = extents(self.op, &tensor.buffer, &self.counts, &self.config);
             [(tensor.buffer.source_bytes(0..read), false), (tensor.buffer.destination_bytes(0..written), true)]
-        })
+        });
+        ranges.filter(|(range, _)| !range.is_empty())
     }
 
     /// Bytes of a small reduction from which on the ranks choose between one round and slices.

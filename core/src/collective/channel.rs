@@ -167,13 +167,13 @@ impl Channel {
         Ok(result == ChunkResult::Matched)
     }
 
-    /// Between hosts: runs calls of one chunk each ([`Call::can_stream`]), several at once. A call other than the first
+    /// Between hosts: runs calls of one chunk each ([`Call::can_be_concurrent`]), several at once. A call other than the first
     /// begins once all ranks are known to have it. Returns false if the ranks' calls differ, which only those of the
     /// first call can; then nothing was written.
     ///
     /// # Errors
     /// Those of the transports; the channel is then unusable.
-    pub fn run_stream(&mut self, calls: &mut dyn ChunkSource) -> Result<bool> {
+    pub fn run_concurrent(&mut self, calls: &mut dyn ChunkSource) -> Result<bool> {
         self.refresh();
         self.offer = SlotContent::Data;
         Ok(self.drive(calls)? == ChunkResult::Matched)

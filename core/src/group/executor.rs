@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::Instant;
 
-use super::call_stream::{Finish, can_stream};
+use super::concurrent_calls::{Finish, can_be_concurrent};
 use super::device::DeviceExecutor;
 use super::other_groups::OtherGroups;
 use super::queue::Queue;
@@ -22,7 +22,7 @@ use crate::error::{Error, Result, guard};
 use crate::lock::lock;
 use crate::transport::spin::Waiter;
 
-/// Runs the group's calls one after the other.
+/// Runs the group's calls in order.
 pub(super) struct Executor {
     state: Mutex<ExecutorState>,
     /// Calls that were enqueued and have not ended.
@@ -217,16 +217,18 @@ impl ExecutorState {
         let Some(work) = queue.calls.front().cloned() else {
             return if joins_stalled { self.join_stalled(queue) } else { None };
         };
-        if self.worker.shared.several_hosts && can_stream(&work) {
-            return match self.worker.run_stream(queue, finish) {
-                Ok(true) | Err(_) => None,
-                Ok(false) => self.worker.reconcile(queue, None, OtherGroups::new(&self.worker.shared)),
+        if self.worker.shared.several_hosts && can_be_concurrent(&work) {
+            return match self.worker.run_concurrent(queue, finish) {
+                Ok(Some(last)) => Some((last, Ok(()))),
+                Err(_) => None,
+                Ok(None) => self.worker.reconcile(queue, None, OtherGroups::new(&self.worker.shared)),
             };
         }
         match self.run_first_chunk(&work, queue.idle) {
             Ok(true) => {
+                let ended = self.run_matched(&work);
                 queue.calls.pop_front();
-                Some(self.run_matched(&work))
+                Some(ended)
             }
             Ok(false) => self.worker.reconcile(queue, None, OtherGroups::new(&self.worker.shared)),
             Err(error) => {

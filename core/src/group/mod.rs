@@ -2,7 +2,7 @@
 //!
 //! `submit` validates, lays out and enqueues a call, and returns. The lead thread runs calls in order. A call's first
 //! chunk checks that all ranks have the same call. Only then do the helpers get the other chunks, so they see the calls
-//! in the same order on all ranks. Between hosts short calls are under way together (`call_stream`). Ranks with differing
+//! in the same order on all ranks. Between hosts short calls are under way together (`concurrent_calls`). Ranks with differing
 //! calls reconcile them ([`crate::collective::matching`]). The thread that finishes a call's last part completes it.
 //!
 //! A failure that leaves the ranks out of sync (a deadline, a lost peer) ends the group: all pending and later calls
@@ -11,9 +11,9 @@
 
 mod adasum;
 mod call_limits;
-mod call_stream;
 mod call_summary;
 mod callers;
+mod concurrent_calls;
 mod copied_call;
 mod device;
 mod executor;

@@ -12,8 +12,9 @@ use crate::collective::device::HostCopy;
 use crate::collective::{Call, Counts, Plan};
 use crate::deadline::Deadline;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, guard};
 use crate::lock::lock;
+use crate::log::log_line;
 use crate::signals;
 use crate::transport::gpu::Event;
 
@@ -243,7 +244,14 @@ impl Work {
         drop(outcome);
         if let Some(on_complete) = on_complete {
             self.recorder.close(&self.record, &result);
-            on_complete(result);
+            // The thread that completes a call has others to complete.
+            let completed = guard(|| {
+                on_complete(result);
+                Ok(())
+            });
+            if let Err(error) = completed {
+                log_line(&format!("the completion of {} failed: {error}", self.call.full_name()));
+            }
         }
     }
 }

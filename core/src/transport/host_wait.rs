@@ -1,6 +1,6 @@
 //! Waits for messages of other hosts: polls links, naps, and records for which host the time went.
 //!
-//! Thread rule: one per thread and call.
+//! Thread rule: one thread.
 
 use std::time::{Duration, Instant};
 

@@ -10,7 +10,7 @@ use crate::timings::CallTimings;
 
 /// The limits of the waits of one call. A wait checks them only after it has slept, so they cost nothing while data
 /// flows.
-/// Thread rule: one per thread and call.
+/// Thread rule: one thread.
 #[derive(Clone, Copy)]
 pub struct WaitContext<'a> {
     started: Instant,

@@ -1,4 +1,4 @@
-//! Calls of one chunk between hosts: a call begins once all ranks are known to have it, while those before it are still
+//! Calls of one chunk between hosts that are under way together: a call begins once all ranks are known to have it, while those before it are still
 //! under way. Each call also compares the calls behind it ([`crate::collective::Lookahead`]).
 //!
 //! Thread rule: the thread that holds the executor.
@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 pub(super) type Finish<'a> = &'a dyn Fn(&Work, Result<()>);
 
 /// The calls at the front of a queue.
-pub(super) struct CallStream<'a, 'q> {
+pub(super) struct ConcurrentCalls<'a, 'q> {
     queue: &'a mut Queue<'q>,
     shared: &'a Arc<GroupState>,
     finish: Finish<'a>,
@@ -32,20 +32,22 @@ pub(super) struct CallStream<'a, 'q> {
     known: usize,
     /// The number of calls at the front of the queue that can follow those before them.
     following: usize,
+    /// The last call, once all have ended.
+    last: Option<Arc<Work>>,
 }
 
-/// Whether a call can be part of a stream.
-pub(super) fn can_stream(work: &Work) -> bool {
-    matches!(work.role, Role::Own) && work.call.can_stream()
+/// Whether a call can be one of them.
+pub(super) fn can_be_concurrent(work: &Work) -> bool {
+    matches!(work.role, Role::Own) && work.call.can_be_concurrent()
 }
 
-impl<'a, 'q> CallStream<'a, 'q> {
-    /// The calls from the first one in the queue on; it can be part of a stream.
-    pub fn new(queue: &'a mut Queue<'q>, shared: &'a Arc<GroupState>, finish: Finish<'a>) -> CallStream<'a, 'q> {
-        let (calls, following) = (VecDeque::new(), 1);
-        let mut stream = CallStream { queue, shared, finish, calls, ended: 0, begun: 0, known: 0, following };
-        stream.take(1);
-        stream
+impl<'a, 'q> ConcurrentCalls<'a, 'q> {
+    /// The calls from the first one in the queue on, which can be one of them.
+    pub fn new(queue: &'a mut Queue<'q>, shared: &'a Arc<GroupState>, finish: Finish<'a>) -> ConcurrentCalls<'a, 'q> {
+        let (calls, following, last) = (VecDeque::new(), 1, None);
+        let mut all = ConcurrentCalls { queue, shared, finish, calls, ended: 0, begun: 0, known: 0, following, last };
+        all.take(1);
+        all
     }
 
     /// Looks for further calls that can follow. A call whose memory conflicts with that of a call before it must wait
@@ -53,7 +55,7 @@ impl<'a, 'q> CallStream<'a, 'q> {
     fn find_following(&mut self) {
         self.queue.drain();
         while self.following < Lookahead::MAX
-            && let Some(next) = self.queue.calls.get(self.following).filter(|work| can_stream(work))
+            && let Some(next) = self.queue.calls.get(self.following).filter(|work| can_be_concurrent(work))
         {
             let queued = self.queue.calls.iter().take(self.following);
             let mut before = self.calls.iter().map(|call| &call.work).chain(queued);
@@ -64,12 +66,20 @@ impl<'a, 'q> CallStream<'a, 'q> {
         }
     }
 
-    /// Moves the next `count` calls from the queue to the stream.
+    /// Moves the next `count` calls from the queue to the calls.
     fn take(&mut self, count: usize) {
         let works = self.queue.calls.drain(..count);
         self.calls.extend(works.map(|work| CallLimits { work, shared: Arc::clone(self.shared) }));
         self.known += count;
         self.following -= count;
+    }
+
+    /// A call counts as started once those before it have ended: until then it is behind them, for its deadline, and in
+    /// the statistics.
+    fn start_oldest(&self) {
+        if self.ended < self.begun {
+            self.calls[0].work.record.start(false);
+        }
     }
 
     /// After a difference between the ranks' calls: puts the first call back into the queue.
@@ -90,14 +100,14 @@ impl<'a, 'q> CallStream<'a, 'q> {
     }
 }
 
-impl ChunkSource for CallStream<'_, '_> {
+impl ChunkSource for ConcurrentCalls<'_, '_> {
     fn next(&self) -> Option<NextChunk> {
         (self.begun < self.known).then_some(NextChunk { call: self.begun, chunk: 0, compares: true })
     }
 
     fn begin(&mut self) -> Lookahead {
-        self.calls[self.begun - self.ended].work.record.start(false);
         self.begun += 1;
+        self.start_oldest();
         self.find_following();
         let known = self.calls.iter().skip(self.begun - self.ended).map(|call| &call.work);
         let following = self.queue.calls.iter().take(self.following);
@@ -112,30 +122,34 @@ impl ChunkSource for CallStream<'_, '_> {
     fn ended(&mut self, number: usize, ahead: usize) {
         self.take((number + 1 + ahead).saturating_sub(self.known));
         self.ended += 1;
-        if let Some(CallLimits { work, .. }) = self.calls.pop_front() {
-            work.record.matched(self.shared.next_match_index());
+        let Some(CallLimits { work, .. }) = self.calls.pop_front() else { return };
+        work.record.matched(self.shared.next_match_index());
+        if self.calls.is_empty() {
+            self.last = Some(work);
+        } else {
             (self.finish)(&work, Ok(()));
+            self.start_oldest();
         }
     }
 }
 
 impl Worker {
-    /// Runs the calls at the front of `queue`, of which the first is [`can_stream`].
-    /// Returns false, with the first call at the front, if the ranks' calls differ.
+    /// Runs the calls at the front of `queue`, of which the first is [`can_be_concurrent`]. Returns the last one, which has
+    /// ended and is not finished. `None`, with the first call at the front, if the ranks' calls differ.
     ///
     /// # Errors
-    /// Those of `run_checked`; then all calls that were taken from the queue have ended.
-    pub fn run_stream(&mut self, queue: &mut Queue<'_>, finish: Finish<'_>) -> Result<bool> {
+    /// Those of `run_checked`; then all calls that were taken from the queue are finished.
+    pub fn run_concurrent(&mut self, queue: &mut Queue<'_>, finish: Finish<'_>) -> Result<Option<Arc<Work>>> {
         let shared = Arc::clone(&self.shared);
-        let mut stream = CallStream::new(queue, &shared, finish);
+        let mut calls = ConcurrentCalls::new(queue, &shared, finish);
         let result = self.run_guarded(|channel| {
-            channel.open(&stream.call(0).wait_ctx)?;
-            let same = channel.run_stream(&mut stream)?;
+            channel.open(&calls.call(0).wait_ctx)?;
+            let same = channel.run_concurrent(&mut calls)?;
             if !same {
-                stream.give_back()?;
+                calls.give_back()?;
             }
-            Ok(same)
+            Ok(calls.last.take())
         });
-        result.inspect_err(|error| stream.fail(error))
+        result.inspect_err(|error| calls.fail(error))
     }
 }

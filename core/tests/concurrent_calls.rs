@@ -72,6 +72,59 @@ fn a_call_begins_while_those_before_it_are_under_way() {
     assert_eq!(MOST.load(Ordering::Relaxed), NETWORK_WINDOW);
 }
 
+/// A link that holds the messages of the first two calls back for 20 ms, and loses all later ones.
+struct LossyLink {
+    link: Box<dyn HostLink>,
+    since: Instant,
+    started: usize,
+}
+
+impl HostLink for LossyLink {
+    fn buffers(&mut self, exchange: usize) -> ExchangeBuffers<'_> {
+        self.link.buffers(exchange)
+    }
+
+    fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+        (self.since, self.started) = (Instant::now(), self.started + 1);
+        self.link.start(exchange, sends, receives)
+    }
+
+    fn poll(&mut self, completed: &mut dyn FnMut(usize)) -> Result<()> {
+        if self.started <= 2 && self.since.elapsed() > Duration::from_millis(20) {
+            return self.link.poll(completed);
+        }
+        Ok(())
+    }
+
+    fn in_flight(&self, exchange: usize) -> usize {
+        self.link.in_flight(exchange)
+    }
+
+    fn awaited(&self) -> Vec<usize> {
+        self.link.awaited()
+    }
+
+    fn host_name(&self, host: usize) -> String {
+        self.link.host_name(host)
+    }
+}
+
+/// The third call has no deadline, the fourth has one.
+#[test]
+fn the_deadline_of_a_call_holds_while_those_before_it_are_under_way() {
+    let link = |link| Box::new(LossyLink { link, since: Instant::now(), started: 0 }) as Box<dyn HostLink>;
+    World { link, ..World::new(&[1, 1]) }.run(|rank| {
+        let mut data = vec![vec![1f64; 10]; 4];
+        let starts = data.iter_mut().zip([0.0, 0.0, 0.0, 1.0]);
+        let calls: Vec<_> =
+            starts.map(|(data, seconds)| rank.start_within(seconds, vec![vec![tensor(data)]], "")).collect();
+        let outcomes: Vec<_> =
+            calls.into_iter().map(|call| call.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
+        assert!(outcomes[..2].iter().all(Result::is_ok), "{outcomes:?}");
+        assert!(outcomes[2..].iter().all(|outcome| matches!(outcome, Err(Error::Timeout(_)))), "{outcomes:?}");
+    });
+}
+
 /// Calls whose memory conflicts wait for each other: a sum of sums, results that another call reads, and a tensor that
 /// is written after another call has read it.
 #[test]
@@ -101,7 +154,7 @@ fn a_call_sees_the_results_of_those_before_it() {
 
 /// Long calls and lists of many tensors run alone. Ranks submit at different times.
 #[test]
-fn streams_end_at_other_calls() {
+fn other_calls_run_alone() {
     const LENGTHS: [usize; 5] = [1, 70, 500, 3000, 20_000];
     for hosts in [&[1, 1][..], &[2, 1], &[1, 3, 2], &[1, 1, 1, 1, 1]] {
         World { threads: 2, ..World::new(hosts) }.run(|rank| {
@@ -130,7 +183,7 @@ fn streams_end_at_other_calls() {
 }
 
 #[test]
-fn a_failure_ends_all_calls_of_a_stream() {
+fn a_failure_ends_all_calls_under_way() {
     for hosts in [&[1, 1][..], &[2, 1]] {
         World::new(hosts).run(|rank| {
             let (mut data, last) = (vec![vec![1f64; 100]; 30], rank.rank + 1 == rank.size);
