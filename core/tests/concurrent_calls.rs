@@ -20,29 +20,40 @@ const MAX: Op = Op::allreduce(ReduceOp::Max);
 /// The most exchanges that were in flight at once on a link.
 static MOST: AtomicUsize = AtomicUsize::new(0);
 
-/// A link that holds messages back until as many exchanges are in flight as can be, or for 20 ms.
-struct SlowLink {
+/// A link that holds its messages back while `holds` says so.
+struct HeldLink {
     link: Box<dyn HostLink>,
+    holds: fn(&HeldLink) -> bool,
+    /// When the last exchange started.
     since: Instant,
+    /// Whether several exchanges have been in flight at once.
+    several: bool,
 }
 
-impl HostLink for SlowLink {
+impl HeldLink {
+    fn boxed(link: Box<dyn HostLink>, holds: fn(&HeldLink) -> bool) -> Box<dyn HostLink> {
+        Box::new(HeldLink { link, holds, since: Instant::now(), several: false })
+    }
+
+    /// The number of exchanges in flight.
+    fn exchanges(&self) -> usize {
+        (0..NETWORK_WINDOW).filter(|&exchange| self.link.in_flight(exchange) > 0).count()
+    }
+}
+
+impl HostLink for HeldLink {
     fn buffers(&mut self, exchange: usize) -> ExchangeBuffers<'_> {
         self.link.buffers(exchange)
     }
 
     fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
         self.since = Instant::now();
+        self.several |= self.exchanges() > 0;
         self.link.start(exchange, sends, receives)
     }
 
     fn poll(&mut self, completed: &mut dyn FnMut(usize)) -> Result<()> {
-        let in_flight = (0..NETWORK_WINDOW).filter(|&exchange| self.link.in_flight(exchange) > 0).count();
-        MOST.fetch_max(in_flight, Ordering::Relaxed);
-        if in_flight == NETWORK_WINDOW || self.since.elapsed() > Duration::from_millis(20) {
-            return self.link.poll(completed);
-        }
-        Ok(())
+        if (self.holds)(self) { Ok(()) } else { self.link.poll(completed) }
     }
 
     fn in_flight(&self, exchange: usize) -> usize {
@@ -58,9 +69,20 @@ impl HostLink for SlowLink {
     }
 }
 
+/// Until as many exchanges are in flight as can be, or for 20 ms.
+fn until_all_are_in_flight(link: &HeldLink) -> bool {
+    MOST.fetch_max(link.exchanges(), Ordering::Relaxed);
+    link.exchanges() < NETWORK_WINDOW && link.since.elapsed() < Duration::from_millis(20)
+}
+
+/// For 50 ms, and for ever once several exchanges are in flight.
+fn once_several_are_in_flight(link: &HeldLink) -> bool {
+    link.several || link.since.elapsed() < Duration::from_millis(50)
+}
+
 #[test]
 fn a_call_begins_while_those_before_it_are_under_way() {
-    let link = |link| Box::new(SlowLink { link, since: Instant::now() }) as Box<dyn HostLink>;
+    let link = |link| HeldLink::boxed(link, until_all_are_in_flight);
     World { link, ..World::new(&[1, 1]) }.run(|rank| {
         let mut data: Vec<Vec<f64>> = (0..60).map(|call| vec![(call * rank.rank) as f64; 10 + call]).collect();
         let calls: Vec<_> = data.iter_mut().map(|data| rank.start(SUM, vec![vec![tensor(data)]], "")).collect();
@@ -72,57 +94,26 @@ fn a_call_begins_while_those_before_it_are_under_way() {
     assert_eq!(MOST.load(Ordering::Relaxed), NETWORK_WINDOW);
 }
 
-/// A link that holds the messages of a call back for 50 ms, and loses all once several calls are under way.
-struct LossyLink {
-    link: Box<dyn HostLink>,
-    since: Instant,
-    broken: bool,
-}
-
-impl HostLink for LossyLink {
-    fn buffers(&mut self, exchange: usize) -> ExchangeBuffers<'_> {
-        self.link.buffers(exchange)
-    }
-
-    fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
-        self.since = Instant::now();
-        self.broken |= (0..NETWORK_WINDOW).any(|exchange| self.link.in_flight(exchange) > 0);
-        self.link.start(exchange, sends, receives)
-    }
-
-    fn poll(&mut self, completed: &mut dyn FnMut(usize)) -> Result<()> {
-        if self.broken || self.since.elapsed() < Duration::from_millis(50) {
-            return Ok(());
-        }
-        self.link.poll(completed)
-    }
-
-    fn in_flight(&self, exchange: usize) -> usize {
-        self.link.in_flight(exchange)
-    }
-
-    fn awaited(&self) -> Vec<usize> {
-        self.link.awaited()
-    }
-
-    fn host_name(&self, host: usize) -> String {
-        self.link.host_name(host)
-    }
-}
-
-/// Only the last call has a deadline.
+/// The last call has a shorter deadline than the others.
 #[test]
 fn the_deadline_of_a_call_holds_while_those_before_it_are_under_way() {
-    let link = |link| Box::new(LossyLink { link, since: Instant::now(), broken: false }) as Box<dyn HostLink>;
-    World { link, ..World::new(&[1, 1]) }.run(|rank| {
+    let link = |link| HeldLink::boxed(link, once_several_are_in_flight);
+    World { link, timeout: Duration::from_secs(10), ..World::new(&[1, 1]) }.run(|rank| {
         let mut data = vec![vec![1f64; 10]; 6];
-        let start = |(index, data): (usize, &mut Vec<f64>)| {
-            rank.start_within(if index == 5 { 1.0 } else { 0.0 }, vec![vec![tensor(data)]], "")
+        let start = |(index, data): (usize, &mut Vec<f64>)| match index {
+            1 => {
+                // The first call is under way alone, so all others are queued when the second one begins.
+                std::thread::sleep(Duration::from_millis(10));
+                rank.start(Op::MEAN, vec![vec![tensor(data)]], "")
+            }
+            5 => rank.start_within(1.0, vec![vec![tensor(data)]], ""),
+            _ => rank.start(Op::MEAN, vec![vec![tensor(data)]], ""),
         };
         let calls: Vec<_> = data.iter_mut().enumerate().map(start).collect();
         let outcomes: Vec<_> =
             calls.into_iter().map(|call| call.recv_timeout(Duration::from_secs(30)).unwrap()).collect();
-        assert!(matches!(outcomes[5], Err(Error::Timeout(_))), "{outcomes:?}");
+        let Err(Error::Timeout(text)) = &outcomes[5] else { panic!("{outcomes:?}") };
+        assert!(text.contains("the timeout of this call"), "{text}");
     });
 }
 
