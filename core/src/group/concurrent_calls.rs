@@ -1,5 +1,5 @@
-//! Calls of one chunk between hosts that are under way together: a call begins once all ranks are known to have it, while those before it are still
-//! under way. Each call also compares the calls behind it ([`crate::collective::Lookahead`]).
+//! Calls of one chunk between hosts that are under way together: a call begins once all ranks are known to have it, while
+//! those before it are under way. Each call also compares the calls behind it ([`crate::collective::Lookahead`]).
 //!
 //! Thread rule: the thread that holds the executor.
 
@@ -22,14 +22,12 @@ pub(super) struct ConcurrentCalls<'a, 'q> {
     queue: &'a mut Queue<'q>,
     shared: &'a Arc<GroupState>,
     finish: Finish<'a>,
-    /// The calls from number `ended` up to `known`.
+    /// The calls from number `ended` on that may begin: the first one, and those that all ranks are known to have.
     calls: VecDeque<CallLimits>,
     /// The number of calls that have ended, and the number of the oldest other one.
     ended: usize,
     /// The number of calls that have begun.
     begun: usize,
-    /// The number of calls that may begin: the first one, and those that all ranks are known to have.
-    known: usize,
     /// The number of calls at the front of the queue that can follow those before them.
     following: usize,
     /// The last call, once all have ended.
@@ -45,7 +43,7 @@ impl<'a, 'q> ConcurrentCalls<'a, 'q> {
     /// The calls from the first one in the queue on, which can be one of them.
     pub fn new(queue: &'a mut Queue<'q>, shared: &'a Arc<GroupState>, finish: Finish<'a>) -> ConcurrentCalls<'a, 'q> {
         let (calls, following, last) = (VecDeque::new(), 1, None);
-        let mut all = ConcurrentCalls { queue, shared, finish, calls, ended: 0, begun: 0, known: 0, following, last };
+        let mut all = ConcurrentCalls { queue, shared, finish, calls, ended: 0, begun: 0, following, last };
         all.take(1);
         all
     }
@@ -66,11 +64,15 @@ impl<'a, 'q> ConcurrentCalls<'a, 'q> {
         }
     }
 
+    /// The number of calls that may have begun.
+    fn known(&self) -> usize {
+        self.ended + self.calls.len()
+    }
+
     /// Moves the next `count` calls from the queue to the calls.
     fn take(&mut self, count: usize) {
         let works = self.queue.calls.drain(..count);
         self.calls.extend(works.map(|work| CallLimits { work, shared: Arc::clone(self.shared) }));
-        self.known += count;
         self.following -= count;
     }
 
@@ -87,7 +89,7 @@ impl<'a, 'q> ConcurrentCalls<'a, 'q> {
     /// # Errors
     /// [`Error::Internal`] if it is another one.
     pub fn give_back(&mut self) -> Result<()> {
-        if self.known > 1 {
+        if self.known() > 1 {
             return Err(Error::Internal("ranks out of sync in calls that they had compared".into()));
         }
         self.calls.drain(..).for_each(|first| self.queue.calls.push_front(first.work));
@@ -102,7 +104,7 @@ impl<'a, 'q> ConcurrentCalls<'a, 'q> {
 
 impl ChunkSource for ConcurrentCalls<'_, '_> {
     fn next(&self) -> Option<NextChunk> {
-        (self.begun < self.known).then_some(NextChunk { call: self.begun, chunk: 0, compares: true })
+        (self.begun < self.known()).then_some(NextChunk { call: self.begun, chunk: 0, compares: true })
     }
 
     fn begin(&mut self) -> Lookahead {
@@ -120,7 +122,7 @@ impl ChunkSource for ConcurrentCalls<'_, '_> {
     }
 
     fn ended(&mut self, number: usize, ahead: usize) {
-        self.take((number + 1 + ahead).saturating_sub(self.known));
+        self.take((number + 1 + ahead).saturating_sub(self.known()));
         self.ended += 1;
         let Some(CallLimits { work, .. }) = self.calls.pop_front() else { return };
         work.record.matched(self.shared.next_match_index());
