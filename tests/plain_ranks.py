@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from launch import QUIET
+from ranks import free_port
 
 HEAD = """
 import json, os, signal, subprocess, sys, threading, time
@@ -28,19 +32,24 @@ def start_fails(*names):
 """
 
 
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+@contextmanager
+def shared_memory() -> Iterator[Path]:
+    """A folder for the shared memory of a job, which must leave nothing there. Concurrent tests have others."""
+    with tempfile.TemporaryDirectory(prefix="test_of_dl_comm.", dir="/dev/shm") as folder:
+        yield Path(folder)
+        until = time.monotonic() + 10
+        # A killed process ends a moment later than its launcher.
+        while (left := os.listdir(folder)) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not left, left
 
 
 class Ranks:
     """Plain processes that run one script."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, shared: Path) -> None:
+        """Scripts are written to ``folder``; ``shared`` is for the ranks' shared memory."""
+        self._folder, self._shared = folder, shared
         self._processes: list[subprocess.Popen[str]] = []
         self.address = f"127.0.0.1:{free_port()}"
 
@@ -48,6 +57,7 @@ class Ranks:
         script = self._folder / f"script{len(self._processes)}.py"
         script.write_text(HEAD + text)
         variables = {"DL_COMM_RANK": str(rank), "DL_COMM_SIZE": str(size), "DL_COMM_ADDR": self.address}
+        variables["DL_COMM_SHM_DIR"] = str(self._shared)
         process = subprocess.Popen(
             [sys.executable, str(script)],
             stdout=subprocess.PIPE,
@@ -73,8 +83,3 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.wait()
-
-
-def segments() -> set[str]:
-    """The shared memory segments of dl_comm that have names."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("dl_comm")}

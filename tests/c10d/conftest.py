@@ -7,7 +7,6 @@ same tests on another backend. The files that start their own ranks run in a pla
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +20,6 @@ os.environ.setdefault("DL_COMM_DUMP_DIR", "none")
 import pytest  # noqa: E402
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -1,14 +1,8 @@
-"""Makes the test helpers importable, and leaves most faults of the frameworks to tests/heavy.sh."""
+"""Leaves most faults of the frameworks to tests/heavy.sh."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 
 # What the gate runs with a framework, on one host: an error of each class.
 OF_FRAMEWORKS = ("test_mismatched_calls", "test_a_lost_rank", "test_a_rank_that_misses_the_deadline")

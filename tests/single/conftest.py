@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import hosts  # noqa: E402
-from launch import Finished, launch  # noqa: E402
-from plain_ranks import Ranks, segments  # noqa: E402
+import hosts
+from launch import Finished, launch
+from plain_ranks import Ranks, shared_memory
 
 
 @pytest.fixture
@@ -32,17 +29,12 @@ def script(tmp_path: Path) -> Callable[..., Finished]:
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
     """Plain processes; they leave no shared memory."""
-    before = segments()
-    made = Ranks(tmp_path)
-    try:
-        yield made
-    finally:
-        made.end()
-    # Another job on this machine may have names there during its start.
-    until = time.monotonic() + 10
-    while segments() - before and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not segments() - before
+    with shared_memory() as folder:
+        made = Ranks(tmp_path, folder)
+        try:
+            yield made
+        finally:
+            made.end()
 
 
 @pytest.fixture(scope="module")

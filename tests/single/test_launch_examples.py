@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch import QUIET, run
-from plain_ranks import free_port
+from ranks import free_port
 
 LAUNCH = Path(__file__).resolve().parents[2] / "examples" / "launch"
 SETTINGS = {**QUIET, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("script", "launcher"),
     [
-        ("torchrun", "torchrun"),
+        # Of torchrun the gate has a restart, below.
+        pytest.param("torchrun", "torchrun", marks=pytest.mark.heavy),
         ("mpiexec", "mpiexec"),
         pytest.param("plain", "variables", marks=pytest.mark.heavy),
     ],

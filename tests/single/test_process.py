@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from launch import Finished, launch, run
+from plain_ranks import shared_memory
 
 Script = Callable[..., Finished]
 
@@ -28,19 +29,26 @@ def mean(value, team=0):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_behind():  # noqa: ANN202
-    def ours() -> set[str]:
-        return {name for name in os.listdir("/dev/shm") if name.startswith(("dl_comm", "mpich_shm"))}
+def _nothing_stays_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither in our folder, nor files of MPICH that no process uses any more (concurrent jobs have some, too)."""
+    with shared_memory() as folder:
+        monkeypatch.setenv("DL_COMM_SHM_DIR", str(folder))
+        before = set(Path("/dev/shm").glob("mpich_shm*"))
+        yield
+        left = set(Path("/dev/shm").glob("mpich_shm*")) - before
+        until = time.monotonic() + 10
+        while (left := {file for file in left if file.exists() and not is_mapped(file)}) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert left == set()
 
-    before = ours()
-    yield
-    left = ours() - before
-    until = time.monotonic() + 10
-    # Another job on this machine may have names there during its start.
-    while left and time.monotonic() < until:
-        time.sleep(0.1)
-        left &= ours()
-    assert left == set()
+
+def is_mapped(file: Path) -> bool:
+    """Whether a process has the file in its memory."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if str(file) in maps.read_text():
+                return True
+    return False
 
 
 def test_mpi4py_first_and_after(script: Script) -> None:

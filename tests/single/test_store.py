@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from launch import launch
-from plain_ranks import Ranks, free_port
+from plain_ranks import Ranks
+from ranks import free_port
 
 torch_stores = pytest.mark.skipif(
     subprocess.run([sys.executable, "-c", "import torch.distributed"], capture_output=True, check=False).returncode

@@ -13,7 +13,7 @@ import pytest
 from dl_comm._torchrun import is_connected, numbers
 from hosts import Hosts
 from launch import QUIET, Finished, run
-from plain_ranks import segments
+from plain_ranks import shared_memory
 
 pytestmark = pytest.mark.skipif(
     subprocess.run([sys.executable, "-c", "import torch.distributed"], capture_output=True, check=False).returncode
@@ -57,24 +57,20 @@ dl_comm.init(nteams=2)
     "ranks", [pytest.param(1, marks=pytest.mark.heavy), 2, pytest.param(3, marks=pytest.mark.heavy)]
 )
 def test_processes_become_ranks_and_start_again(program: Path, ranks: int) -> None:
-    before = segments()
-    finished = torchrun(
-        ranks,
-        program,
-        TRAIN
-        + """
+    again = """
 dl_comm.finalize()
 dl_comm.init_mpi()
 dl_comm.init()
 assert dl_comm.gradients([np.full(5, rank, np.float32)])[0][0] == (size - 1) / 2
 os.write(1, b"fine\\n")
-""",
-    )
-    assert finished.returncode == 0, finished.output
-    assert finished.output.count("fine\n") == ranks, finished.output
-    assert not segments() - before
+"""
+    with shared_memory() as folder:
+        finished = torchrun(ranks, program, TRAIN + again, env={"DL_COMM_SHM_DIR": str(folder)})
+        assert finished.returncode == 0, finished.output
+        assert finished.output.count("fine\n") == ranks, finished.output
 
 
+@pytest.mark.heavy
 def test_a_torch_optimizer(program: Path) -> None:
     """The process group of torch works beside it, through the same agent."""
     finished = torchrun(
@@ -155,7 +151,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.heavy), 2])
+@pytest.mark.heavy
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_child_processes_are_no_ranks(program: Path, ranks: int) -> None:
     head = "import os, sys\nimport dl_comm\ndl_comm.init()\nRANK, SIZE = dl_comm.get_rank(), dl_comm.get_nranks()\n"
     finished = torchrun(ranks, program, head + CHILDREN)
@@ -225,6 +222,7 @@ os.write(1, b"fine\\n")
     assert finished.output.count("fine\n") == 4, finished.output
 
 
+@pytest.mark.heavy
 def test_the_doctor_checks_the_ranks() -> None:
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "dl_comm.doctor", "--quick"]
     finished = run(command, 150, SETTINGS)
