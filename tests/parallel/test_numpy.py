@@ -56,6 +56,7 @@ def test_mixed_lists_of_thousands(rank: int, size: int) -> None:
         assert (mean == size - 1).all()
 
 
+@pytest.mark.costly
 @pytest.mark.timeout(400)
 def test_one_array_past_two_to_the_31_elements(rank: int, size: int) -> None:
     if size > 2:

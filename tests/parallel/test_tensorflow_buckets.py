@@ -32,6 +32,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_keras(monkeypatch: pytest.MonkeyPatch, rank: int, name: str) -> None:
     x = np.random.default_rng(rank).normal(size=(8 * STEPS, 3)).astype(np.float32)

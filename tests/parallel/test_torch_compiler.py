@@ -23,6 +23,7 @@ def calls(x: torch.Tensor, group: cdl.Group | None = None) -> list[torch.Tensor]
     return [total, block, spread, copy, mine, *(each for each in on_root if each is not None)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_graphs(rank: int, size: int, backend: str) -> None:
     torch.compiler.reset()
@@ -54,6 +55,7 @@ def test_compiled_graphs_see_the_group(rank: int, size: int) -> None:
     assert torch.equal(compiled(x, later), cdl.all_gather(x))
 
 
+@pytest.mark.costly
 def test_ops_pass_opcheck(rank: int, size: int) -> None:
     ops = _ops.ops
     for needs_gradient in (False, True):

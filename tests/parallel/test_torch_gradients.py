@@ -256,6 +256,7 @@ class TestOwners:
         torch.testing.assert_close(a.detach(), torch.full((2,), -2 * mean_rank(size)))  # two updates, as torch does
         torch.testing.assert_close(b.detach(), torch.full((3,), -1.0))
 
+    @pytest.mark.costly
     def test_more_optimizers_than_teams(self, rank: int, size: int) -> None:
         parameters = [zeros(2) for _ in range(70)]
         optimizers = [cdl.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), broadcast=False) for p in parameters]

@@ -196,6 +196,7 @@ def bits(model: nn.Module) -> list[bytes]:
     return [parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for parameter in model.parameters()]
 
 
+@pytest.mark.costly
 class TestParity:
     """Shared memory changes no bit, and N ranks reach the weights of one process on the joined batch."""
 
@@ -533,6 +534,7 @@ class TestBucketPlan:
                 wrapped()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("as_views", [True, False])
 def test_what_an_optimizer_tells_of_its_averages(as_views: bool, rank: int, size: int) -> None:
     model = Model(torch.float32)

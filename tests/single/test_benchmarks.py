@@ -95,6 +95,7 @@ def test_collectives(tmp_path: Path) -> None:
         assert all(0 < value < 1e7 for case in cases for value in case["rounds_us"])
 
 
+@pytest.mark.heavy
 def test_torch_distributed(tmp_path: Path) -> None:
     """Both backends in every case, and the core where it has the call."""
     pytest.importorskip("torch")

@@ -21,6 +21,10 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples" / "cnn_benchmarks"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
+def heavy(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.heavy)
+
+
 def benchmark(ranks: int, *arguments: str) -> Finished:
     return launch(ranks, [sys.executable, str(FOLDER / "benchmark.py"), *arguments], timeout=180, env=ENVIRONMENT)
 
@@ -37,12 +41,12 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     ("framework", "arguments", "parameters"),
     [
         ("torch", "--model trivial --data_name cifar10 --bucket_mb 0.05 --optimizer momentum", "52,235"),
-        ("torch", "--model resnet20 --data_format NHWC --nteams 2 --nthread_per_team 1", "269,722"),
-        ("torch", "--model lenet --variable_update gloo --optimizer rmsprop --data_name cifar10", "62,006"),
-        pytest.param("torch", "--model lenet --variable_update none", "61,706", marks=pytest.mark.heavy),
+        heavy("torch", "--model resnet20 --data_format NHWC --nteams 2 --nthread_per_team 1", "269,722"),
+        heavy("torch", "--model lenet --variable_update gloo --optimizer rmsprop --data_name cifar10", "62,006"),
+        heavy("torch", "--model lenet --variable_update none", "61,706"),
         ("tensorflow", "--model trivial --data_name mnist --optimizer adam", "49,947"),
-        pytest.param("tensorflow", "--model resnet20 --optimizer rmsprop", "269,722", marks=pytest.mark.heavy),
-        ("tensorflow", "--model lenet --variable_update none --num_intra_threads 1", "61,706"),
+        heavy("tensorflow", "--model resnet20 --optimizer rmsprop", "269,722"),
+        heavy("tensorflow", "--model lenet --variable_update none --num_intra_threads 1", "61,706"),
     ],
 )
 def test_output(framework: str, arguments: str, parameters: str) -> None:
@@ -133,7 +137,7 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("framework", ["torch", heavy("tensorflow")])
 def test_parameters_of_the_networks(framework: str) -> None:
     pytest.importorskip(framework)
     result = launch(1, [sys.executable, "-c", COUNT, str(FOLDER), framework], timeout=120, env=ENVIRONMENT)
@@ -275,6 +279,7 @@ def patched(patch: str, *arguments: str) -> Finished:
 SHORT = ("--model", "lenet", "--batch_size", "2", "--num_batches", "3", "--num_warmup_batches", "2")
 
 
+@pytest.mark.heavy
 def test_different_weights_are_reported() -> None:
     pytest.importorskip("torch")
     result = patched("torch_side.Trainer.weights = lambda trainer: [torch.tensor([mc.get_rank()])]", *SHORT)

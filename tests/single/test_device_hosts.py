@@ -34,7 +34,7 @@ def run(fake_cuda: Path, per_host: list[int], program: str, settings: dict[str, 
         heavy([3, 2], "ipc+staged", {"DL_COMM_PIPELINE_CHUNK_KB": "32", "DL_COMM_ALGORITHM": "pairwise"}),
         heavy([2, 2, 2], "ipc+staged", {"DL_COMM_PIPELINE_CHUNK_KB": "64", "FAKE_CUDA_NO_MEMOPS": "1"}),
         heavy([2, 1], "ipc+staged", {"DL_COMM_ALGORITHM": "ring"}),
-        ([1, 1], "staged", {}),
+        heavy([1, 1], "staged", {}),
     ],
     ids=str,
 )

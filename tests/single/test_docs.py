@@ -35,8 +35,8 @@ def scripts(page: str, section: str = "") -> tuple[str, str]:
     [
         ("porting.md", "NumPy"),
         ("torch.md", ""),
-        ("keras.md", ""),
-        ("tensorflow.md", ""),
+        pytest.param("keras.md", "", marks=pytest.mark.heavy),
+        pytest.param("tensorflow.md", "", marks=pytest.mark.heavy),
         pytest.param("porting.md", "TensorFlow 1", marks=pytest.mark.heavy),
     ],
 )
@@ -170,7 +170,7 @@ print("<same>" if dl_comm.check_buffers_match(variables, 1) == 0 else "<differen
 )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.heavy), 2])
 @pytest.mark.parametrize(
     ("number", "around"),
     [(0, DDP), (1, TORCH), (2, KERAS), (3, TENSORFLOW)],

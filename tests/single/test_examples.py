@@ -19,6 +19,7 @@ from launch import launch, run
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 NAMES = ["numpy_mnist", "torch_mnist", "tf_mnist", "tf1_mnist", "estimator_mnist", "keras_mnist"]
+IN_GATE = ("numpy_mnist", "torch_mnist", "keras_mnist")
 MNIST = os.environ.get("DL_COMM_TEST_MNIST")
 
 
@@ -33,7 +34,9 @@ def accuracy(name: str, ranks: int, *options: str) -> tuple[float, str]:
     return float(found[0]), finished.output
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in IN_GATE else pytest.param(name, marks=pytest.mark.heavy) for name in NAMES]
+)
 @pytest.mark.timeout(300)
 def test_example_on_bundled_digits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip({"torch_mnist": "torch", "numpy_mnist": "numpy"}.get(name, "tensorflow"))

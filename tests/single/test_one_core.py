@@ -43,7 +43,7 @@ def paths() -> str:
 @pytest.mark.parametrize(
     "order",
     [
-        ("python", "torch", "tensorflow"),
+        pytest.param(("python", "torch", "tensorflow"), marks=pytest.mark.heavy),
         pytest.param(("torch", "tensorflow", "python"), marks=pytest.mark.heavy),
         pytest.param(("tensorflow", "python", "torch"), marks=pytest.mark.heavy),
         ("tensorflow", "torch", "c", "python"),

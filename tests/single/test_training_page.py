@@ -21,8 +21,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     ("framework", "part", "files", "pattern"),
     [
         ("torch", "scaled_lr", ["model.pt"], r"error 0\.0\d\d\d, good"),
-        ("keras", "scaled_lr", ["model.keras"], r"loss [01]\.\d+"),
-        ("torch", "shard", [], r"evaluation: error 0\.00\d+ of 101\n"),
+        pytest.param("keras", "scaled_lr", ["model.keras"], r"loss [01]\.\d+", marks=pytest.mark.heavy),
+        pytest.param("torch", "shard", [], r"evaluation: error 0\.00\d+ of 101\n", marks=pytest.mark.heavy),
     ],
 )
 def test_the_scripts(
