@@ -1,7 +1,6 @@
-//! Builds test programs in C, the fake CUDA driver and the TensorFlow op library with the top-level CMakeLists.txt,
-//! against the installed package. Generates bindings of TensorFlow's C API. `DL_COMM_TEST_PYTHON` is the interpreter
-//! that has the package; `tests/run.sh` sets it.
-//! Also builds the CUDA kernels for the CPU, which needs no package.
+//! Builds test programs in C and the fake CUDA driver with the top-level CMakeLists.txt, against the installed package.
+//! Generates bindings of TensorFlow's C API. `DL_COMM_TEST_PYTHON` is the interpreter that has the package;
+//! `tests/run.sh` sets it. Also builds the CUDA kernels for the CPU, which needs no package.
 
 use std::env;
 use std::error::Error;
@@ -10,10 +9,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    println!("cargo:rerun-if-env-changed=DL_COMM_TEST_PYTHON");
+    for variable in ["DL_COMM_TEST_PYTHON", "DL_COMM_CACHE"] {
+        println!("cargo:rerun-if-env-changed={variable}");
+    }
     for source in [
         "../CMakeLists.txt",
-        "../tf_ops",
         "../tests/c",
         "../tests/fake_cuda",
         "../core/src/transport/cuda/kernels",
@@ -30,6 +30,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         ask(&python, "import importlib.util as u; print(u.find_spec('tensorflow').submodule_search_locations[0])")?;
     println!("cargo:rerun-if-changed={package}/libdl_comm.so.0");
 
+    // The library that Python programs use, from the cache; compiled if it is not there yet.
+    let answer = output(Command::new(&python).args(["-m", "dl_comm.build", "tensorflow"]))?;
+    let tf_ops = answer.strip_prefix("tensorflow: ").ok_or_else(|| format!("no library in {answer:?}"))?.to_owned();
+
     let common = |config: &mut cmake::Config| {
         config.profile("Release").define("Python_EXECUTABLE", &python);
     };
@@ -40,7 +44,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .define("DL_COMM_BRIDGE_DIR", format!("{package}/_src/bridge"))
         .define("CMAKE_INSTALL_RPATH", &package)
         .define("DL_COMM_WITH_TORCH", "OFF")
-        .define("DL_COMM_WITH_TF", "ON")
+        .define("DL_COMM_WITH_TF", "OFF")
         .define("DL_COMM_WITH_C_TESTS", "ON")
         .build();
     let mut example = cmake::Config::new("../examples/c_average");
@@ -54,7 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     bind_tensorflow(Path::new(&tensorflow))?;
     for (name, value) in [
         ("PYTHON", python.clone()),
-        ("TF_OPS", format!("{}/libdl_comm_tf.so", install_dir.display())),
+        ("TF_OPS", tf_ops),
         ("FAKE_CUDA", format!("{}/fake_cuda", install_dir.display())),
         ("NINE_FUNCTIONS", format!("{}/nine_functions", install_dir.display())),
         ("COLLECTIVES", format!("{}/collectives", install_dir.display())),
@@ -95,9 +99,14 @@ fn build_host_kernels() -> Result<(), Box<dyn Error>> {
 }
 
 fn ask(python: &str, question: &str) -> Result<String, Box<dyn Error>> {
-    let answer = Command::new(python).args(["-c", question]).output()?;
+    output(Command::new(python).args(["-c", question]))
+}
+
+/// What a program prints.
+fn output(command: &mut Command) -> Result<String, Box<dyn Error>> {
+    let answer = command.output()?;
     if !answer.status.success() {
-        return Err(format!("{python} -c '{question}': {}", String::from_utf8_lossy(&answer.stderr)).into());
+        return Err(format!("{command:?}: {}", String::from_utf8_lossy(&answer.stderr)).into());
     }
     Ok(String::from_utf8(answer.stdout)?.trim().to_owned())
 }

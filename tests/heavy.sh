@@ -2,20 +2,17 @@
 # Checks that are too slow for the gate: Loom, the thread sanitizer, the fuzzers (docs/verification.md describes them), the slowest
 # programs, repeated faults, and the soak test. Needs the environment of tests/run.sh (run that first); checks without their
 # tool are skipped with a message.
-# tests/heavy.sh [loom|tsan|fuzz|programs|c10d|faults|soak]...
+# tests/heavy.sh [loom|tsan|fuzz|ranks|programs|c10d|faults|soak]...
 # FUZZ_SECONDS (60): for each fuzzer. FAULT_ROUNDS (20). SOAK_MINUTES (20).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-venv=$(cd "${DL_COMM_VENV:-.venv}" && pwd) || exit 1
-export PATH="$venv/bin:$HOME/.cargo/bin:$PATH" LD_LIBRARY_PATH="$venv/lib"
-export MPICC="${MPICC:-$venv/bin/mpicc}" PYO3_PYTHON="$venv/bin/python" DL_COMM_DUMP_DIR=none
-LIBCLANG_PATH="${LIBCLANG_PATH:-$(python -c 'import clang; print(clang.__path__[0])')/native}"
-BINDGEN_EXTRA_CLANG_ARGS="-isystem $(cc -print-file-name=include)"
-export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS
+source tests/environment.sh
+[ -x "$venv/bin/python" ] || { echo "no $venv: run tests/run.sh first" >&2 && exit 1; }
+export LD_LIBRARY_PATH="$venv/lib" DL_COMM_DUMP_DIR=none
 
 cases=("$@")
-[ $# -gt 0 ] || cases=(loom tsan fuzz programs c10d faults soak)
+[ $# -gt 0 ] || cases=(loom tsan fuzz ranks programs c10d faults soak)
 target=x86_64-unknown-linux-gnu
 
 loom() { # Loom: all interleavings within the bounds of core/tests/loom*.rs
@@ -41,6 +38,19 @@ fuzz() {
   for name in $(cargo fuzz list); do
     timeout $((${FUZZ_SECONDS:-60} + 900)) cargo fuzz run "$name" -- \
       -max_total_time="${FUZZ_SECONDS:-60}" -timeout=20 -max_len=4096 -rss_limit_mb=4096 -verbosity=0 || return 1
+  done
+}
+
+ranks() { # the tests of the bindings that the gate runs on two ranks only
+  local ranks names files name
+  export DL_COMM_CACHE="$PWD/build/cache" DL_COMM_TEST_EVERYTHING=1
+  python -m dl_comm.build || return 1 # takes longer than a test may
+  for ranks in 1 3; do
+    for names in "numpy torch" "tensorflow tf1 keras"; do
+      files=()
+      for name in $names; do files+=(tests/parallel/test_"$name"*.py); done
+      python tests/launch.py "$ranks" 1200 python -m pytest -x -q -m costly "${files[@]}" || return 1
+    done
   done
 }
 
@@ -72,7 +82,7 @@ soak() { # random calls on two and three ranks: checks values and memory growth
 for case in "${cases[@]}"; do
   echo "== $case ($(date +%H:%M:%S))"
   case $case in
-    loom | tsan | fuzz | programs | c10d | faults | soak) ("$case") ;;
+    loom | tsan | fuzz | ranks | programs | c10d | faults | soak) ("$case") ;;
     *) echo "no case $case" && false ;;
   esac
   case $? in

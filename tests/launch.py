@@ -58,10 +58,16 @@ def launch(
     return run([*mpiexec(), "-n", str(ranks), *command], timeout, {**QUIET, **(env or {})}, echo)
 
 
-def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None, echo: bool = False) -> Finished:
-    """Runs ``command`` without a launcher, with the same limits as ``launch``."""
+def run(
+    command: Sequence[str],
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    echo: bool = False,
+    log: Path | None = None,
+) -> Finished:
+    """Runs ``command`` without a launcher, with the same limits as ``launch``. ``log`` gets the output as it comes."""
     mark = uuid.uuid4().hex
-    with tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryFile() if log is None else log.open("w+b") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -88,7 +94,7 @@ def _left(mark: str) -> tuple[str, ...]:
     """The processes of a launch that still run some seconds after its launcher."""
     until = time.monotonic() + 10
     while time.monotonic() < until:
-        if not (found := _marked(mark)):
+        if not (found := _marked(_MARK, mark)):
             return ()
         time.sleep(0.05)
     return tuple(found.values())
@@ -98,15 +104,21 @@ def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
     """Kills the launch's process group, then all processes with its mark."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    for pid in _marked(mark):
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    kill_marked(_MARK, mark)
     process.wait()
 
 
-def _marked(mark: str) -> dict[int, str]:
-    """The running processes with a mark in their environment, and their command lines."""
-    needle = f"{_MARK}={mark}".encode()
+def kill_marked(name: str, value: str) -> None:
+    """Kills the processes that have a variable with this value in their environment, but for this one."""
+    for pid in _marked(name, value):
+        if pid != os.getpid():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _marked(name: str, value: str) -> dict[int, str]:
+    """The running processes with a variable in their environment, and their command lines."""
+    needle = f"{name}={value}".encode()
     found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

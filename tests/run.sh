@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Sets everything up, then runs every check and test: the one gate.
+# The one gate: sets everything up, then runs every check and test, and ends with a table of what each stage took.
+#   tests/run.sh               all of it; what CI runs
+#   tests/run.sh fast          less than four minutes after set-up, for people at work
+#   tests/run.sh STAGE...      some stages of tests/stages.py, in the environment of an earlier run
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,66 +14,24 @@ if [ "${1:-}" != --scrubbed ]; then
     http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY; do
     [ -z "${!name+set}" ] || kept+=("$name=${!name}")
   done
-  exec env -i "${kept[@]}" bash tests/run.sh --scrubbed
+  exec env -i "${kept[@]}" bash tests/run.sh --scrubbed "$@"
 fi
+shift
 
-step() {
-  echo
-  echo "== $* ($(date +%H:%M:%S))"
-}
-
-step "set-up"
-examples/setup.sh torch tensorflow examples test docs
-venv=$(cd "${DL_COMM_VENV:-.venv}" && pwd)
-export PATH="$venv/bin:$HOME/.cargo/bin:$PATH"
-export MPICC="${MPICC:-$venv/bin/mpicc}" PYO3_PYTHON="$venv/bin/python" DL_COMM_TEST_PYTHON="$venv/bin/python"
-LIBCLANG_PATH="${LIBCLANG_PATH:-$(python -c 'import clang; print(clang.__path__[0])')/native}"
-BINDGEN_EXTRA_CLANG_ARGS="-isystem $(cc -print-file-name=include)"
-export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS
+source tests/environment.sh
 # All optional packages are installed: tests fail instead of skipping.
 export DL_COMM_TEST_EVERYTHING=1
 # A cache of this checkout, so that its op libraries are built anew.
 export DL_COMM_CACHE="$PWD/build/cache"
 # glibc overwrites memory that is freed, so that a read of it fails every time.
 export MALLOC_PERTURB_=165
+# Compilations from scratch take longer if cargo keeps what shortens the next one.
+export CARGO_INCREMENTAL=0
 
-step "format and lint: Rust"
-cargo fmt --all --check
-cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
-# The fuzzers are a workspace of their own, and run in tests/heavy.sh only.
-cargo check --manifest-path fuzz/Cargo.toml --target-dir target --locked --quiet
-step "format and lint: Python, C++"
-ruff check python tests examples benchmarks
-ruff format --check python tests examples benchmarks
-mypy
-git ls-files '*.c' '*.cc' '*.cu' '*.cuh' '*.h' | xargs clang-format --dry-run --Werror
-
-step "op libraries"
-python -m dl_comm.build
-
-step "Rust and C tests"
-LD_LIBRARY_PATH="$venv/lib" cargo test --workspace --locked --quiet
-
-# Separate processes: the compilers of torch and TensorFlow abort in one process.
-for ranks in 1 2 3; do
-  for bindings in "numpy torch" "tensorflow tf1 keras"; do
-    step "Python tests on $ranks rank(s): $bindings"
-    files=()
-    for binding in $bindings; do files+=(tests/parallel/test_"$binding"*.py); done
-    python tests/launch.py "$ranks" 900 python -m pytest -x -q "${files[@]}"
-  done
-done
-
-for ranks in 1 2 3; do
-  step "torch.distributed on $ranks rank(s)"
-  python tests/ranks.py "$ranks" 400 python -m pytest -x -q -m "not heavy" tests/c10d
-done
-step "torch.distributed: scripts and faults"
-python -m pytest -q -m "not heavy" tests/c10d
-
-step "Python tests that start programs"
-python -m pytest -q -m "not heavy" --durations=25 tests/single
-step "faults"
-python -m pytest -q -m "not heavy" --durations=10 tests/faults
-
-step "all passed"
+if [ $# -eq 0 ] || [ "$1" = fast ]; then
+  # First the tools and what Rust needs, so that its checks run while the frameworks are downloaded.
+  [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+  "$venv/bin/python" -m pip install -q --disable-pip-version-check -r <("$venv/bin/python" tests/tools.py)
+fi
+export VENV=$venv
+exec "$venv/bin/python" tests/gate.py "$@"

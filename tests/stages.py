@@ -1,0 +1,115 @@
+"""The stages of the gate. They start in this order, as far as ``after`` and ``load`` allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from glob import glob
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command of the gate.
+
+    It starts after the stages ``after`` have passed, when the loads of those that run leave ``load`` processors free.
+    ``limit_s``: it is killed then. ``fast``: part of ``tests/run.sh fast``.
+    """
+
+    name: str
+    command: Sequence[str]
+    after: tuple[str, ...] = ()
+    load: float = 1.0
+    limit_s: int = 600
+    fast: bool = False
+
+
+ALONE = float("inf")
+"""The load of a stage beside which no other one runs."""
+
+
+def bash(*lines: str) -> list[str]:
+    return ["bash", "-euo", "pipefail", "-c", "\n".join(lines)]
+
+
+def cargo(*arguments: str) -> list[str]:
+    return ["cargo", *arguments, "--locked", "--quiet"]
+
+
+def clippy(*packages: str) -> list[str]:
+    return [*cargo("clippy", *(f"--package={name}" for name in packages), "--all-targets"), "--", "-D", "warnings"]
+
+
+def pytest(*arguments: str) -> list[str]:
+    return ["python", "-m", "pytest", "-q", *arguments]
+
+
+def bindings(names: str, ranks: int) -> Stage:
+    """The tests of some bindings on ranks. The compilers of torch and TensorFlow abort in one process."""
+    files = sorted(path for name in names.split() for path in glob(f"tests/parallel/test_{name}*.py"))
+    # What takes long and depends little on the number of ranks runs on two; tests/heavy.sh runs all on one and three.
+    which = [] if ranks == 2 else ["-m", "not costly"]
+    command = ["python", "tests/launch.py", str(ranks), "800", *pytest("-x", *which, *files)]
+    return Stage(f"{names.replace(' ', ', ')} on {ranks}", command, BUILT, limit_s=900, fast=ranks == 2)
+
+
+def distributed(ranks: int) -> Stage:
+    """``torch.distributed`` on ranks."""
+    command = ["python", "tests/ranks.py", str(ranks), "400", *pytest("-x", "-m", "not heavy", "tests/c10d")]
+    return Stage(f"torch.distributed on {ranks}", command, BUILT, fast=ranks == 2)
+
+
+def programs(folder: str, jobs: int) -> list[str]:
+    """Tests that start programs of their own and mostly wait for them: several at a time."""
+    return pytest("-m", "not heavy and not alone", f"--numprocesses={jobs}", "--dist=loadgroup", folder)
+
+
+SETUP = ("set-up",)
+BUILT = ("op libraries",)
+
+STAGES = [
+    # The tools are there already: what needs no framework runs while pip downloads them.
+    Stage("set-up", ["examples/setup.sh", "torch", "tensorflow", "examples", "test", "docs"], limit_s=1500, fast=True),
+    Stage(
+        "format",
+        bash(
+            "cargo fmt --all --check",
+            "ruff check python tests examples benchmarks",
+            "ruff format --check python tests examples benchmarks",
+            "git ls-files '*.c' '*.cc' '*.cu' '*.cuh' '*.h' | xargs clang-format --dry-run --Werror",
+        ),
+        fast=True,
+    ),
+    Stage(
+        "core",
+        bash('export LD_LIBRARY_PATH="$VENV/lib"', " ".join(cargo("test", "--package=dl_comm_core"))),
+        limit_s=900,
+        fast=True,
+    ),
+    Stage("lint Rust", clippy("dl_comm_core", "dl_comm_python"), ("core",), fast=True),
+    # The fuzzers are a workspace of their own, and run in tests/heavy.sh only. For a check, libFuzzer is not compiled.
+    Stage(
+        "fuzzers",
+        bash(
+            'export CUSTOM_LIBFUZZER_PATH="$PWD/fuzz/Cargo.toml"',
+            " ".join(cargo("check", "--manifest-path=fuzz/Cargo.toml", "--target-dir=target")),
+        ),
+        ("lint Rust",),
+    ),
+    Stage("op libraries", ["python", "-m", "dl_comm.build"], SETUP, limit_s=900, fast=True),
+    Stage("types", ["mypy"], SETUP, fast=True),
+    # The longest stage: beside it run the others, one after the other.
+    Stage("programs", programs("tests/single", 3), BUILT, limit_s=1800),
+    Stage(
+        "C, TensorFlow's C API",
+        bash(
+            " ".join(clippy("dl_comm_tests")),
+            'export LD_LIBRARY_PATH="$VENV/lib"',
+            " ".join(cargo("test", "--package=dl_comm_tests")),
+        ),
+        (*BUILT, "core"),
+    ),
+    *(bindings(names, ranks) for ranks in (2, 3, 1) for names in ("numpy torch", "tensorflow tf1 keras")),
+    *(distributed(ranks) for ranks in (2, 3, 1)),
+    Stage("torch.distributed: programs", programs("tests/c10d", 2), BUILT),
+    Stage("faults", programs("tests/faults", 2), BUILT),
+]
