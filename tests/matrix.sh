@@ -11,11 +11,12 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 tools=(pytest pytest-timeout ml_dtypes scikit-learn libclang==18.1.1)
 
-parallel() { # PYTHON FILE...: runs the files on 2 and 3 ranks
-  local python=$1 ranks
-  shift
+parallel() { # PYTHON FRAMEWORK FILE...: runs the files on 2 and 3 ranks, and those of every framework
+  local python=$1 framework=$2 ranks
+  shift 2
   for ranks in 2 3; do
-    "$python" tests/launch.py "$ranks" 900 "$python" -m pytest -x -q "$@" || return 1
+    "$python" tests/launch.py "$ranks" 900 "$python" -m pytest -x -q --frameworks="$framework" \
+      tests/parallel/test_collectives.py "$@" || return 1
   done
 }
 
@@ -25,17 +26,18 @@ openmpi() { # an Open MPI outside the environment, as on a cluster
   python3 -m venv "$venv" && "$venv/bin/pip" install -q "${tools[@]}" || return 1
   MPICC=$mpi/bin/mpicc "$venv/bin/pip" install -q . || return 1
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
-  MPIEXEC=$mpi/bin/mpirun MPIEXEC_ARGS="--oversubscribe" parallel "$venv/bin/python" tests/parallel/test_numpy*.py
+  MPIEXEC=$mpi/bin/mpirun MPIEXEC_ARGS="--oversubscribe" parallel "$venv/bin/python" numpy \
+    tests/parallel/test_numpy*.py
 }
 
-framework() { # REQUIREMENT FILE...
-  local venv=$work/${1//[^a-z0-9.]/_} requirement=$1
-  shift
+framework() { # FRAMEWORK REQUIREMENT FILE...
+  local framework=$1 venv=$work/${2//[^a-z0-9.]/_} requirement=$2
+  shift 2
   python3 -m venv "$venv" && "$venv/bin/pip" install -q "$requirement" "${tools[@]}" . || return 1
   export DL_COMM_CACHE=$work/cache
   # Beforehand: the time of a build at first use would count towards the time limit of a test.
   "$venv/bin/python" -m dl_comm.build || return 1
-  parallel "$venv/bin/python" "$@"
+  parallel "$venv/bin/python" "$framework" "$@"
 }
 
 distributed() { # REQUIREMENT: torch.distributed, in the environment of `framework`
@@ -51,8 +53,8 @@ for case in "${cases[@]}"; do
   echo "== $case ($(date +%H:%M:%S))"
   case $case in
     openmpi) (openmpi) ;;
-    torch*) (framework "$case" tests/parallel/test_torch*.py && distributed "$case") ;;
-    tensorflow*) (framework "$case" tests/parallel/test_tensorflow*.py tests/parallel/test_tf1.py tests/parallel/test_keras*.py) ;;
+    torch*) (framework torch "$case" tests/parallel/test_torch*.py && distributed "$case") ;;
+    tensorflow*) (framework tensorflow "$case" tests/parallel/test_{tensorflow,tf1,keras}*.py) ;;
     *) echo "no case $case" && false ;;
   esac
   # shellcheck disable=SC2181
