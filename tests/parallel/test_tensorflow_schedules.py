@@ -1,4 +1,4 @@
-"""Schedules with TensorFlow on 1, 2 and 3 ranks: eagerly, in a tf.function, in a TF1 session, in Keras; and towers."""
+"""What only TensorFlow has in schedules: variables and feeds of sessions, functions, the optimizers of Keras."""
 
 from __future__ import annotations
 
@@ -16,30 +16,6 @@ import dl_comm.keras as dk  # noqa: E402
 import dl_comm.tensorflow as dt  # noqa: E402
 
 TEAM = 30
-
-
-def expected(size: int) -> list[float]:
-    """Seven calls with the means 2**i + (size - 1) / 2, non-blocking from the second on."""
-    m = [2.0**index + (size - 1) / 2 for index in range(7)]
-    return [m[0], m[1], 0.0, m[2], m[3], m[4], m[5] + m[6]]
-
-
-@pytest.mark.parametrize("how", ["eager", "function"])
-def test_calls_return_the_mean_before(how: str, rank: int, size: int) -> None:
-    team = TEAM + (how == "function")
-
-    def call(x: Any) -> Any:
-        return mc.gradients([x, tf.cast(x[0], tf.float64)], team)
-
-    function = tf.function(call) if how == "function" else call
-    mc.config_team(team, 0, 1, 7)
-    got = []
-    for index in range(7):
-        first, second = function(tf.fill([3, 2], 2.0**index + rank))
-        assert np.ptp(first.numpy()) == 0
-        assert (second.numpy() == first.numpy()[0]).all()
-        got.append(float(first[0, 0]))
-    assert got == expected(size)
 
 
 @pytest.mark.parametrize("resource", [True, False], ids=["resource", "reference"])
@@ -141,20 +117,6 @@ def test_what_a_session_was_fed_with_may_change(rank: int, size: int) -> None:
                 array[:] = 1000
                 got.append((value.min(), value.max()))
     assert got == [(1, 1), (0, 0), (2, 2), (3, 3), (4, 4)]
-
-
-def test_towers(rank: int, size: int) -> None:
-    towers = mc.gradients([[tf.fill([2], float(rank + tower)), tf.constant(tower)] for tower in range(3)], 0)
-    assert [[float(t[0][0]), int(t[1])] for t in towers] == [[(size - 1) / 2 + 1, 1]] * 3
-    with pytest.raises(mc.ArgumentError, match="tower 1 has 2"):
-        mc.gradients([[tf.constant(1.0)], [tf.constant(1.0)] * 2], 0)
-    x = tf.constant([1.0, 2.0])
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = dt.gradients([[x], [2.0 * x]])
-        loss = tf.reduce_sum(y[0][0]) * (rank + 1.0)
-    # Each tower has half of the mean over the ranks of the upstream gradients, once and twice.
-    np.testing.assert_allclose(tape.gradient(loss, x).numpy(), [(size + 1) / 2 / 2 * 3] * 2)
 
 
 def test_a_gan_on_two_teams_of_a_session(rank: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Schedules with torch on 1, 2 and 3 ranks: the function, the optimizer, two networks on a team each."""
+"""Schedules of torch's optimizer on 1, 2 and 3 ranks, and two networks on a team each."""
 
 from __future__ import annotations
 
@@ -13,28 +13,6 @@ import dl_comm.torch as cdl  # noqa: E402
 import ml_comm.torch  # noqa: E402
 
 TEAM = 20
-
-
-def test_the_function_returns_the_mean_before(rank: int, size: int) -> None:
-    mc.config_team(TEAM, 0, 1, 7)
-    got = []
-    for index in range(7):
-        mine = torch.full((3, 2), 2.0**index + rank)
-        (mean,) = mc.gradients([mine], TEAM)
-        mine.fill_(-1.0)  # the caller's again
-        assert (mean == mean[0, 0]).all()
-        got.append(float(mean[0, 0]) - (size - 1) / 2 * (index not in (2,)) - (size - 1) / 2 * (index == 6))
-    assert got == [1, 2, 0, 4, 8, 16, 32 + 64]
-
-
-def test_towers(rank: int, size: int) -> None:
-    x = [[torch.full((2,), float(rank + tower), requires_grad=True)] for tower in range(2)]
-    means = mc.gradients(x, 0)
-    assert [tower[0].tolist() for tower in means] == [[(size - 1) / 2 + 0.5] * 2] * 2
-    (means[0][0].sum() * (rank + 1)).backward()
-    # Upstream of the other tower is zero: the mean over towers and ranks.
-    for tower in x:
-        torch.testing.assert_close(tower[0].grad, torch.full((2,), (size + 1) / 2 / 2))
 
 
 def train(optimizer: Any, parameters: list[Any], rank: int, steps: int) -> list[list[float]]:
