@@ -1,4 +1,4 @@
-"""`SyncBatchNormalization` against `BatchNormalization` on the joined batch of 1, 2 and 3 ranks."""
+"""What only Keras has in batch normalization: channels last, masks, renorm, models, frozen layers, XLA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ keras = pytest.importorskip("keras", minversion="3.0")
 
 import dl_comm as mc  # noqa: E402
 import dl_comm.keras as dk  # noqa: E402
-import dl_comm.tensorflow as dt  # noqa: E402
+import frameworks  # noqa: E402
+import test_batch_norm  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -25,64 +26,17 @@ def in_float64() -> Iterator[None]:
     keras.config.set_floatx("float32")
 
 
-def rows_of(rank: int, size: int) -> int:
-    """Batches of different lengths; the last of three ranks has none."""
-    return 0 if rank == 2 else 3 + 2 * rank
-
-
-def batches(size: int, shape: tuple[int, ...]) -> list[np.ndarray]:
-    """The batches of all ranks, far from zero."""
-    return [np.random.default_rng(rank).normal(100.0, 1 + rank, (rows_of(rank, size), *shape)) for rank in range(size)]
-
-
-def train(layer: Any, x: Any, mask: Any, weights: Any, traced: bool) -> list[Any]:
-    """Output, gradients of the input and of gamma and beta, and statistics after two steps."""
-    layer.build(x.shape)
-    layer.gamma.assign(np.arange(1.0, layer.gamma.shape[0] + 1))
-
-    def step(x: Any, weights: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = layer(x, training=True, mask=mask)
-            loss = tf.reduce_sum(weights * y**3)
-        return y, tape.gradient(loss, [x, layer.gamma.value, layer.beta.value])
-
-    run = tf.function(step, autograph=False) if traced else step
-    run(tf.constant(x * 0.5), tf.constant(weights))
-    y, (dx, dgamma, dbeta) = run(tf.constant(x), tf.constant(weights))
-    return [y, dx, dgamma, dbeta, np.asarray(layer.moving_mean), np.asarray(layer.moving_variance)]
-
-
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("mode", ["eager", "function"])
 @pytest.mark.parametrize(
-    ("shape", "options", "masked"),
-    [
-        ((4,), {}, False),
-        ((5, 3), {"axis": 1, "momentum": 0.7}, False),
-        ((2, 3, 1), {"epsilon": 0.1}, False),
-        ((6, 4), {}, True),
-        ((4,), {"renorm": True, "renorm_clipping": {"rmax": 3.0, "rmin": 0.3, "dmax": 5.0}}, False),
-    ],
-    ids=["rows", "axis", "image", "mask", "renorm"],
+    "options",
+    [{}, {"masked": True}, {"renorm": True, "renorm_clipping": {"rmax": 3.0, "rmin": 0.3, "dmax": 5.0}}],
+    ids=["image", "mask", "renorm"],
 )
-def test_training_equals_one_process_with_the_joined_batch(
-    shape: tuple[int, ...], options: dict[str, Any], masked: bool, traced: bool, rank: int, size: int
-) -> None:
-    parts = batches(size, shape)
-    joined = np.concatenate(parts)
-    weights = np.random.default_rng(9).normal(size=joined.shape)
-    mask = np.random.default_rng(8).random(joined.shape[:-1]) < 0.7 if masked else None
-    start = sum(len(part) for part in parts[:rank])
-    mine = slice(start, start + len(parts[rank]))
-    alone = train(keras.layers.BatchNormalization(**options), joined, mask, weights, traced)
-    own_mask = None if mask is None else mask[mine]
-    together = train(dk.SyncBatchNormalization(**options), parts[rank], own_mask, weights[mine], traced)
-    for found, expected in zip(together[:2], alone[:2], strict=True):
-        np.testing.assert_allclose(found, expected[mine], rtol=1e-9, atol=1e-9)
-    for found, expected in zip(dt.allreduce(together[2:4]), alone[2:4], strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-9)
-    for found, expected in zip(together[4:], alone[4:], strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
+def test_channels_last(options: dict[str, Any], mode: str, rank: int, size: int) -> None:
+    framework = frameworks.get("tensorflow")
+    parts = [np.moveaxis(part, 1, -1) for part in test_batch_norm.batches(size, 2, [3, 5, 0], "float64", 100.0)]
+    layers = test_batch_norm.KerasLayers(framework)
+    test_batch_norm.check(framework, layers, mode, parts, rank, 1e-9, axis=-1, **options)
 
 
 def model_with(layer: Any) -> Any:
