@@ -16,7 +16,7 @@ parallel() { # PYTHON FRAMEWORK FILE...: runs the files on 2 and 3 ranks, and th
   shift 2
   for ranks in 2 3; do
     "$python" tests/launch.py "$ranks" 900 "$python" -m pytest -x -q --frameworks="$framework" \
-      tests/parallel/test_{batch_norm,collectives,helpers,schedules}.py "$@" || return 1
+      tests/parallel/test_{averages,batch_norm,collectives,helpers,schedules}.py "$@" || return 1
   done
 }
 

@@ -30,7 +30,7 @@ def hosts() -> Iterator[Hosts]:
 @pytest.mark.parametrize("per_host", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_the_numpy_tests_pass_between_hosts(hosts: Hosts, per_host: int) -> None:
     quick = ["--deselect", f"{TESTS}/parallel/test_numpy.py::test_one_array_past_two_to_the_31_elements"]
-    files = [f"{TESTS}/parallel/test_numpy.py", *quick]
+    files = [f"{TESTS}/parallel/{name}.py" for name in ("test_numpy", "test_averages")] + ["--frameworks=numpy", *quick]
     finished = hosts.launch(per_host, [sys.executable, "-m", "pytest", "-x", "-q", *files], 200)
     assert finished.returncode == 0, finished.output
     assert len(re.findall(r"\d+ passed", finished.output)) == 2 * per_host, finished.output
