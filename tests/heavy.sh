@@ -47,7 +47,8 @@ ranks() { # the tests of the bindings that the gate runs on two ranks only
   python -m dl_comm.build || return 1 # takes longer than a test may
   for ranks in 1 3; do
     for names in "numpy torch" "tensorflow tf1 keras"; do
-      files=()
+      # The last two are TensorFlow's.
+      files=(--frameworks="${names% tf1 keras}" tests/parallel/test_{averages,batch_norm,collectives,helpers,schedules}.py)
       for name in $names; do files+=(tests/parallel/test_"$name"*.py); done
       python tests/launch.py "$ranks" 1200 python -m pytest -x -q -m costly "${files[@]}" || return 1
     done
@@ -55,7 +56,7 @@ ranks() { # the tests of the bindings that the gate runs on two ranks only
 }
 
 programs() { # the tests of tests/single that the gate skips
-  DL_COMM_TEST_EVERYTHING=1 DL_COMM_CACHE="$PWD/build/cache" env -u LD_LIBRARY_PATH python -m pytest -q -m heavy tests/single
+  DL_COMM_TEST_EVERYTHING=1 DL_COMM_CACHE="$PWD/build/cache" env -u LD_LIBRARY_PATH python -m pytest -q -m heavy -n 4 --dist=loadgroup tests/single
 }
 
 c10d() { # all tests of torch.distributed on up to four ranks, its faults again and again

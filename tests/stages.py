@@ -45,10 +45,18 @@ def pytest(*arguments: str) -> list[str]:
 
 def bindings(names: str, ranks: int) -> Stage:
     """The tests of some bindings on ranks. The compilers of torch and TensorFlow abort in one process."""
-    files = sorted(path for name in names.split() for path in glob(f"tests/parallel/test_{name}*.py"))
+    frameworks = ",".join(name for name in names.split() if name in ("numpy", "torch", "tensorflow"))
+    shared = [f"tests/parallel/test_{what}.py" for what in SHARED]
+    files = shared + sorted(path for name in names.split() for path in glob(f"tests/parallel/test_{name}*.py"))
     # What takes long and depends little on the number of ranks runs on two; tests/heavy.sh runs all on one and three.
     which = [] if ranks == 2 else ["-m", "not costly"]
-    command = ["python", "tests/launch.py", str(ranks), "800", *pytest("-x", *which, *files)]
+    command = [
+        "python",
+        "tests/launch.py",
+        str(ranks),
+        "800",
+        *pytest("-x", f"--frameworks={frameworks}", *which, *files),
+    ]
     return Stage(f"{names.replace(' ', ', ')} on {ranks}", command, BUILT, limit_s=900, fast=ranks == 2)
 
 
@@ -63,6 +71,8 @@ def programs(folder: str, jobs: int) -> list[str]:
     return pytest("-m", "not heavy and not alone", f"--numprocesses={jobs}", "--dist=loadgroup", folder)
 
 
+SHARED = ("averages", "batch_norm", "collectives", "helpers", "schedules")
+"""The files of ``tests/parallel`` with tests for every framework."""
 SETUP = ("set-up",)
 BUILT = ("op libraries",)
 
