@@ -575,6 +575,7 @@ LINEAR: dict[str, Callable[[Framework, Any, int, int], Any]] = {
 
 
 @pytest.mark.needs("gradients")
+@pytest.mark.modes("eager", "function")
 @pytest.mark.parametrize("name", LINEAR)
 def test_gradients_are_adjoint(framework: Framework, mode: str, name: str, rank: int, size: int) -> None:
     check_adjoint(framework, lambda x: LINEAR[name](framework, x, rank, size), mode, "float64", rank)
