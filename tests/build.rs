@@ -44,6 +44,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .define("DL_COMM_BRIDGE_DIR", format!("{package}/_src/bridge"))
         .define("CMAKE_INSTALL_RPATH", &package)
         .define("DL_COMM_WITH_TORCH", "OFF")
+        .define("DL_COMM_WITH_C10D", "OFF")
         .define("DL_COMM_WITH_TF", "OFF")
         .define("DL_COMM_WITH_C_TESTS", "ON")
         .build();
