@@ -1,0 +1,3 @@
+"""The program of the server's children."""
+
+__import__("sitecustomize").run(globals())
