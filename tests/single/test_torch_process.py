@@ -8,18 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from imported import TORCH, python
 from launch import launch
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.xdist_group("torch")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "torch.md"
 
 
-def run(folder: Path, ranks: int, script: str, **env: str) -> str:
-    """Run `script` on `ranks` ranks and return what it printed; fail when a rank failed."""
+def run(folder: Path, ranks: int, script: str, *, new: bool = False, **env: str) -> str:
+    """Run `script` on `ranks` ranks and return what it printed; fail when a rank failed.
+
+    ``new``: in new interpreters, which import torch themselves.
+    """
     path = folder / "script.py"
     path.write_text(script)
-    result = launch(ranks, [sys.executable, str(path)], timeout=120, env={"OMP_NUM_THREADS": "1", **env})
+    command = [sys.executable] if new else python(*TORCH)
+    result = launch(ranks, [*command, str(path)], timeout=120, env={"OMP_NUM_THREADS": "1", **env})
     assert result.returncode == 0, result.output
     return str(result.output)
 
@@ -28,7 +34,7 @@ def run(folder: Path, ranks: int, script: str, **env: str) -> str:
 def test_the_ddp_script_of_the_documentation(tmp_path: Path, ranks: int) -> None:
     scripts = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (script,) = (script for script in scripts if "init_process_group" in script)
-    weights = re.findall(rf"rank \d of {ranks}: weights (\[\[.*?\]\])", run(tmp_path, ranks, script))
+    weights = re.findall(rf"rank \d of {ranks}: weights (\[\[.*?\]\])", run(tmp_path, ranks, script, new=True))
     assert len(weights) == ranks
     assert len(set(weights)) == 1
 
@@ -104,7 +110,7 @@ print("leaving")
 
 
 def test_leaving_while_averages_are_under_way(tmp_path: Path) -> None:
-    assert run(tmp_path, 2, UNFINISHED).count("leaving") == 2
+    assert run(tmp_path, 2, UNFINISHED, new=True).count("leaving") == 2
 
 
 WORKERS = """
