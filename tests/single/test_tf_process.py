@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from imported import python
 from launch import launch
 
 pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.xdist_group("tensorflow")
 
 
 def run(folder: Path, ranks: int, script: str, *arguments: str, **environment: str) -> str:
@@ -17,7 +18,7 @@ def run(folder: Path, ranks: int, script: str, *arguments: str, **environment: s
     path = folder / "script.py"
     path.write_text(script)
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    result = launch(ranks, [sys.executable, str(path), *arguments], timeout=120, env=environment)
+    result = launch(ranks, [*python("tensorflow"), str(path), *arguments], timeout=120, env=environment)
     assert result.returncode == 0, result.output
     return str(result.output)
 
@@ -212,7 +213,7 @@ else:
 def test_an_eager_call_ends_with_ctrl_c(tmp_path, call):
     path = tmp_path / "script.py"
     path.write_text(INTERRUPTED)
-    result = launch(2, [sys.executable, str(path), call], timeout=60, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
+    result = launch(2, [*python("tensorflow"), str(path), call], timeout=60, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
     assert "interrupted" in result.output, result.output
 
 
@@ -263,7 +264,7 @@ else:
 def test_a_lost_peer_ends_a_monitored_session_instead_of_retrying(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(LOST_PEER)
-    result = launch(2, [sys.executable, str(path)], timeout=60, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
+    result = launch(2, [*python("tensorflow"), str(path)], timeout=60, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
     assert "told" in result.output, result.output
 
 
