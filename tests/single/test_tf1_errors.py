@@ -7,6 +7,7 @@ import pytest
 from tf1_script import start
 
 pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.xdist_group("tf1")
 
 LEAVES = """
 import tensorflow as tf

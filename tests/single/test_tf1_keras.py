@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
+from pathlib import Path
 
 import pytest
 
-from launch import run
+from imported import python
+from launch import Finished, run
 from tf1_script import QUIET, passes
 
 if not os.environ.get("DL_COMM_TEST_EVERYTHING"):
     pytest.importorskip("tensorflow")
     pytest.importorskip("tf_keras")
+pytestmark = pytest.mark.xdist_group("tf1")
 
 PLUGIN = """
 import sys
@@ -255,15 +257,22 @@ print("fine")
 """
 
 
-def test_without_tf_keras_an_import_of_keras_names_the_extra():
-    finished = run([sys.executable, "-c", WITHOUT], 60, QUIET)
+def run_script(folder: Path, script: str) -> Finished:
+    """Runs a script that calls ``install`` itself."""
+    path = folder / "script.py"
+    path.write_text(script)
+    return run([*python("tensorflow"), str(path)], 60, QUIET)
+
+
+def test_without_tf_keras_an_import_of_keras_names_the_extra(tmp_path):
+    finished = run_script(tmp_path, WITHOUT)
     assert finished.returncode == 0, finished.output
 
 
 @pytest.mark.parametrize("name", ["engine.base_layer_utils.make_variable", "optimizers.optimizer_v1.Nadam"])
-def test_a_tf_keras_that_has_changed_is_refused(name):
+def test_a_tf_keras_that_has_changed_is_refused(tmp_path, name):
     module, _, last = name.rpartition(".")
     script = f"import tf_keras.src.{module} as module\ndel module.{last}\nimport dl_comm.tf1\ndl_comm.tf1.install()"
-    finished = run([sys.executable, "-c", script], 60, QUIET)
+    finished = run_script(tmp_path, script)
     assert finished.returncode == 1
     assert f"ImportError: dl_comm.tf1 needs tf_keras.src.{name}" in finished.output

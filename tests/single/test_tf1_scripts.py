@@ -13,6 +13,7 @@ from launch import run as run_command
 from tf1_script import QUIET, passes, start
 
 pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.xdist_group("tf1")
 
 NAMES = """
 import importlib
