@@ -52,6 +52,7 @@ class Ranks:
         self._folder, self._shared = folder, shared
         self._processes: list[subprocess.Popen[str]] = []
         self.address = f"127.0.0.1:{free_port()}"
+        self.python = [sys.executable]
 
     def start(self, rank: int, size: int, text: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         script = self._folder / f"script{len(self._processes)}.py"
@@ -59,7 +60,7 @@ class Ranks:
         variables = {"DL_COMM_RANK": str(rank), "DL_COMM_SIZE": str(size), "DL_COMM_ADDR": self.address}
         variables["DL_COMM_SHM_DIR"] = str(self._shared)
         process = subprocess.Popen(
-            [sys.executable, str(script)],
+            [*self.python, str(script)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

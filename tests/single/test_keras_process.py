@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
+from imported import python
 from launch import launch
 
 pytest.importorskip("tensorflow")
 pytest.importorskip("keras", minversion="3.0")
+pytestmark = pytest.mark.xdist_group("tensorflow")
 
 
 def test_another_backend_is_refused(tmp_path):
@@ -30,5 +32,6 @@ def test_batch_normalization_starts_dl_comm_when_it_trains(tmp_path):
         "layer(x)\nprint('before:', dl_comm.is_initialized())\n"
         "layer(x, training=True)\nprint('after:', dl_comm.is_initialized())\n"
     )
-    result = launch(1, [sys.executable, str(path)], timeout=120, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
+    command = [*python("tensorflow"), str(path)]
+    result = launch(1, command, timeout=120, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
     assert "before: False\nafter: True" in result.output, result.output

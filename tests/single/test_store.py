@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,15 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from imported import python
 from launch import launch
 from plain_ranks import Ranks
 from ranks import free_port
 
-torch_stores = pytest.mark.skipif(
-    subprocess.run([sys.executable, "-c", "import torch.distributed"], capture_output=True, check=False).returncode
-    != 0,
-    reason="needs torch",
-)
+torch_stores = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 
 HEAD = """
 from dl_comm._process import start_by_store
@@ -52,6 +50,7 @@ STORES = {
 
 
 @torch_stores
+@pytest.mark.xdist_group("torch")
 @pytest.mark.parametrize(
     ("store", "size"),
     [(store, size) for store in STORES for size in (1, 2, 3) if store != "hash" or size == 1],
@@ -83,6 +82,8 @@ if isinstance(store, Files):
 elif me == 0:
     time.sleep(1)  # the others end first: their clients would log the end of this server
 """
+    if store != "python":
+        ranks.python = python("torch.distributed")
     ranks.run(size, HEAD + text)
 
 

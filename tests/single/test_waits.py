@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from imported import TORCH, python
 from launch import Finished, ending_together, launch
 
 Script = Callable[..., Finished]
@@ -35,13 +36,16 @@ SOON = 20
 
 @pytest.fixture(params=["one host", pytest.param("two hosts", marks=pytest.mark.heavy)])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Finished]:
-    """Runs Python text on two ranks; ``together``: the launcher kills none until both have ended."""
+    """Runs Python text on two ranks; ``together``: the launcher kills none until both have ended.
+
+    ``modules``: imported beforehand, on one host.
+    """
     there = request.getfixturevalue("two") if request.param == "two hosts" else None
 
-    def start(body: str, together: bool = True, **env: str) -> Finished:
+    def start(body: str, together: bool = True, modules: tuple[str, ...] = (), **env: str) -> Finished:
         path = tmp_path / "script.py"
         path.write_text(PREAMBLE + body)
-        command = [sys.executable, str(path), str(tmp_path)]
+        command = [*(python(*modules) if modules and there is None else [sys.executable]), str(path), str(tmp_path)]
         if together:
             command = ending_together(command, tmp_path, 2)
         env = {"DL_COMM_TIMEOUT_S": "100", **env}
@@ -132,9 +136,11 @@ print("all right", flush=True)
     assert finished.output.count("all right") == 2, finished.output
 
 
+@pytest.mark.xdist_group("torch")
 def test_torch_averages_and_metrics_that_differ(run: Callable[..., Finished]) -> None:
     pytest.importorskip("torch")
-    finished = run("""
+    finished = run(
+        """
 import torch
 import dl_comm.torch as cdl
 torch.manual_seed(0)
@@ -148,13 +154,16 @@ def step():
 for _ in range(5):
     step()
 attempt("uneven", step if mc.get_rank() == 0 else (lambda: cdl.average(torch.ones(1), "loss")))
-""")
+""",
+        modules=TORCH,
+    )
     for text in seen(finished, "uneven", 2):
         assert text.startswith("MismatchError: "), text
         assert "SGD.0" in text, text
         assert "loss" in text, text
 
 
+@pytest.mark.xdist_group("tensorflow")
 def test_keras_fit_with_other_numbers_of_steps(run: Callable[..., Finished]) -> None:
     """The rank with fewer steps continues with a metric. TensorFlow's waits are invisible: match timeout applies."""
     pytest.importorskip("keras", minversion="3.0")
@@ -178,6 +187,7 @@ try:
 except Exception as error:
     print(f"<fit after {time.monotonic() - start:.1f} s: {translate(error)}>", flush=True)
 """,
+        modules=("tensorflow",),
         DL_COMM_MATCH_TIMEOUT_S="3",
     )
     for text in seen(finished, "fit", 2):
@@ -307,13 +317,18 @@ mc.init()
     assert re.search(rf"MPI_Init was not complete after 5 s.*rank 1.*{words}", finished.output), finished.output
 
 
-@pytest.mark.parametrize("call", ["mc.gradients(ones())", "mc.barrier()", "torch"])
+@pytest.mark.parametrize(
+    "call",
+    ["mc.gradients(ones())", "mc.barrier()", pytest.param("torch", marks=pytest.mark.xdist_group("torch"))],
+)
 def test_ctrl_c_ends_a_wait(run: Callable[..., Finished], call: str) -> None:
     """The interrupted rank gets KeyboardInterrupt, the others an error."""
+    modules: tuple[str, ...] = ()
     if call == "torch":
         pytest.importorskip("torch")
-        call = "cdl.average(torch.ones(1))"
-    finished = run(f"""
+        call, modules = "cdl.average(torch.ones(1))", TORCH
+    finished = run(
+        f"""
 import threading
 if "torch" in {call!r}:
     import torch
@@ -326,7 +341,9 @@ else:
     time.sleep(3)
 attempt("wait", lambda: {call})
 attempt("again", lambda: {call})
-""")
+""",
+        modules=modules,
+    )
     interrupted, other = sorted(seen(finished, "wait", 2))
     assert interrupted.startswith("KeyboardInterrupt"), finished.output
     assert other.startswith("PeerLostError: "), other
