@@ -14,7 +14,23 @@ from pathlib import Path
 from launch import QUIET
 from ranks import free_port
 
-HEAD = """
+MEET = """
+import os, time
+def mark(name):
+    open(os.path.join(os.path.dirname(os.path.abspath(__file__)), name), "w").close()
+def wait_for(*names):
+    until, here = time.monotonic() + 90, os.path.dirname(os.path.abspath(__file__))
+    while not all(os.path.exists(os.path.join(here, name)) for name in names):
+        assert time.monotonic() < until, names
+        time.sleep(0.01)
+def meet(rank, *ranks):
+    mark(f"up.{rank}")
+    wait_for(*(f"up.{each}" for each in ranks))
+"""
+"""Programs of one folder wait for each other, so that a deadline does not include the starts of their interpreters."""
+HEAD = (
+    MEET
+    + """
 import json, os, signal, subprocess, sys, threading, time
 import numpy as np
 import dl_comm
@@ -30,6 +46,7 @@ def start_fails(*names):
     print(caught, flush=True)
     assert all(name in caught for name in names)
 """
+)
 
 
 @contextmanager
@@ -73,6 +90,13 @@ class Ranks:
         """All ranks run ``text`` and succeed."""
         for process in [self.start(rank, size, text, env) for rank in range(size)]:
             self.succeeds(process)
+
+    def wait_for(self, *marks: str) -> None:
+        """Waits until the programs have called ``mark`` with these names."""
+        until = time.monotonic() + 90
+        while not all((self._folder / name).exists() for name in marks):
+            assert time.monotonic() < until, marks
+            time.sleep(0.01)
 
     @staticmethod
     def succeeds(process: subprocess.Popen[str]) -> str:

@@ -259,9 +259,10 @@ for _ in range(3): mc.gradients(gradients)
 """
 
 
-def job(script: Script, folder: Path, text: str, timeout: str = "300", **settings: str) -> Finished:
-    env = {"DL_COMM_DUMP_DIR": str(folder), "DL_COMM_STALL_WARN_S": "1", "DL_COMM_TIMEOUT_S": timeout}
-    return script(3, HEAD + text, 100, {**env, **settings})
+def job(script: Script, folder: Path, text: str, timeout: int = 300, **settings: str) -> Finished:
+    """``timeout``: the deadline of calls, not of the start."""
+    env = {"DL_COMM_DUMP_DIR": str(folder), "DL_COMM_STALL_WARN_S": "1", "DL_COMM_TIMEOUT_S": "300"}
+    return script(3, f"{HEAD}mc.set_timeout({timeout})\n{text}", 100, {**env, **settings})
 
 
 def test_a_real_rank_that_sleeps(script: Script, tmp_path: Path) -> None:
@@ -311,7 +312,7 @@ def test_real_ranks_in_different_calls(script: Script, tmp_path: Path) -> None:
         "try: mc.gradients(gradients) if rank else mc.barrier()\nexcept mc.CommError: mc.dump(folder), time.sleep(3)\n"
     )
     # The deadline passes before the ranks check whether they wait for each other.
-    job(script, tmp_path / "dumps", text, timeout="4", DL_COMM_MATCH_TIMEOUT_S="300")
+    job(script, tmp_path / "dumps", text, timeout=4, DL_COMM_MATCH_TIMEOUT_S="300")
     report = analyze_dumps(tmp_path / "dumps")
     assert report.returncode == 1
     assert "has not called average on team 0 (tensor 0: float32[5, 2] and 2 more)" in report.output, report.output

@@ -55,7 +55,7 @@ def test_ranks_may_come_late_and_in_any_order(ranks: Ranks) -> None:
 
 def test_a_rank_that_never_comes_is_named_by_all(ranks: Ranks) -> None:
     short = {"DL_COMM_TIMEOUT_S": "3"}
-    others = [ranks.start(rank, 4, "start_fails('rank 2, rank 3')", short) for rank in (0, 1)]
+    others = [ranks.start(rank, 4, "meet(rank, 0, 1)\nstart_fails('rank 2, rank 3')", short) for rank in (0, 1)]
     for process in others:
         assert "rank 0" not in ranks.succeeds(process).split("waiting for")[1]
     alone = ranks.start(1, 2, "start_fails('waiting for rank 0')", short)
@@ -64,9 +64,10 @@ def test_a_rank_that_never_comes_is_named_by_all(ranks: Ranks) -> None:
 
 def test_a_rank_killed_during_the_start_is_named(ranks: Ranks) -> None:
     """Rank 0: the others lose its store. Another: it is missing at the deadline."""
-    zero = ranks.start(0, 3, "dl_comm.init()")
-    one = ranks.start(1, 3, "start_fails('rank 0')", {"DL_COMM_TIMEOUT_S": "20"})
-    time.sleep(3)
+    zero = ranks.start(0, 3, "meet(0, 1)\ndl_comm.init()")
+    one = ranks.start(1, 3, "meet(1, 0)\nstart_fails('rank 0')", {"DL_COMM_TIMEOUT_S": "20"})
+    ranks.wait_for("up.0", "up.1")
+    time.sleep(1)
     zero.send_signal(signal.SIGKILL)
     ranks.succeeds(one)
 
@@ -76,12 +77,15 @@ def test_ctrl_c_ends_the_wait_for_other_ranks(ranks: Ranks, rank: int) -> None:
     # A program that a shell has started in the background ignores Ctrl-C.
     text = """
 signal.signal(signal.SIGINT, signal.default_int_handler)
-try: dl_comm.init()
+try:
+    mark("started")
+    dl_comm.init()
 except KeyboardInterrupt: print('interrupted')
 else: raise SystemExit('no error')
 """
     process = ranks.start(rank, 2, text)
-    time.sleep(3)
+    ranks.wait_for("started")
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
     assert "interrupted" in ranks.succeeds(process)
 
@@ -110,15 +114,17 @@ os._exit(0)
 def test_a_job_after_a_failed_one_in_the_same_processes(ranks: Ranks) -> None:
     """The second start of rank 0 and rank 1 meets a rank 2 of its own."""
     text = """
+meet(rank, 0, 1)
 os.environ["DL_COMM_TIMEOUT_S"] = "2"
 start_fails("rank 2")
+mark(f"failed.{rank}")
 os.environ["DL_COMM_TIMEOUT_S"] = "60"
 dl_comm.init()
 check_mean()
 dl_comm.finalize()
 """
     processes = [ranks.start(rank, 3, text) for rank in (0, 1)]
-    time.sleep(6)
+    ranks.wait_for("failed.0", "failed.1")
     processes.append(ranks.start(2, 3, "dl_comm.init()\ncheck_mean()\ndl_comm.finalize()"))
     for process in processes:
         ranks.succeeds(process)
@@ -230,9 +236,9 @@ def test_a_name_that_is_not_known_yet(ranks: Ranks) -> None:
 
 
 def test_a_wrong_key_is_refused(ranks: Ranks) -> None:
-    zero = ranks.start(0, 2, "dl_comm.init()\ncheck_mean()", {"DL_COMM_JOB_KEY": "secret"})
+    zero = ranks.start(0, 2, "mark('up.0')\ndl_comm.init()\ncheck_mean()", {"DL_COMM_JOB_KEY": "secret"})
     wrong = {"DL_COMM_JOB_KEY": "other", "DL_COMM_TIMEOUT_S": "4"}
-    ranks.succeeds(ranks.start(1, 2, "start_fails('key of the job')", wrong))
+    ranks.succeeds(ranks.start(1, 2, "wait_for('up.0')\nstart_fails('key of the job')", wrong))
     ranks.succeeds(ranks.start(1, 2, "dl_comm.init()\ncheck_mean()", {"DL_COMM_JOB_KEY": "secret"}))
     ranks.succeeds(zero)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch import Finished, launch, run
-from plain_ranks import shared_memory
+from plain_ranks import MEET, shared_memory
 
 Script = Callable[..., Finished]
 
@@ -190,14 +190,14 @@ def test_the_start_costs_a_fixed_number_of_small_exchanges(script: Script) -> No
 def test_a_late_rank_is_named_at_the_deadline(script: Script) -> None:
     finished = script(
         3,
-        HEAD + "mc.init()\nmc.barrier()\n"
+        HEAD + MEET + "meet(os.environ['PMI_RANK'], 0, 1, 2)\nmc.init()\nmc.barrier()\nmc.set_timeout(2)\n"
         "if mc.get_rank() == 2: time.sleep(4)\n"
         "try: mean(1)\n"
         "except TimeoutError as error: assert isinstance(error, mc.TimeoutError); write_line('error:', error)\n"
         "try: mean(1)\n"
         "except mc.TimeoutError: write_line('again')\n"
         "time.sleep(4)  # the first exit from a failed job kills the others\n",
-        env={"DL_COMM_TIMEOUT_S": "2", "DL_COMM_STALL_WARN_S": "0.5"},
+        env={"DL_COMM_STALL_WARN_S": "0.5"},
     )
     assert finished.output.count("still waiting for rank 2 on ") >= 2, finished.output
     assert finished.output.count("again") == 3, finished.output
@@ -246,12 +246,13 @@ def test_a_failure_before_init_ends_the_job(script: Script) -> None:
 def test_finalize_keeps_the_deadline(script: Script) -> None:
     finished = script(
         2,
-        HEAD + "mc.init()\nif mc.get_rank() == 1: time.sleep(30)\nmc.finalize()",
-        env={"DL_COMM_TIMEOUT_S": "1"},
+        HEAD + MEET + "meet(os.environ['PMI_RANK'], 0, 1)\n"
+        "mc.init()\nif mc.get_rank() == 1: time.sleep(30)\nmc.finalize()",
+        env={"DL_COMM_TIMEOUT_S": "2"},
         timeout=25,
     )
     assert not finished.timed_out
-    assert "finalize was not complete after 1" in finished.output
+    assert "finalize was not complete after 2" in finished.output
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from imported import TORCH, python
 from launch import Finished, ending_together, launch
+from plain_ranks import MEET
 
 Script = Callable[..., Finished]
 PREAMBLE = """
@@ -286,7 +287,9 @@ if mc.get_rank() == 0:
 
 def test_a_rank_without_finalize_is_no_success(run: Callable[..., Finished]) -> None:
     finished = run(
-        """
+        MEET
+        + """
+meet(os.environ["PMI_RANK"], 0, 1)
 mc.init()
 if mc.get_rank() == 1:
     time.sleep(15)
@@ -303,7 +306,9 @@ def test_init_has_a_deadline(tmp_path: Path, end: str, words: str) -> None:
     path = tmp_path / "script.py"
     path.write_text(
         PREAMBLE
+        + MEET
         + f"""
+meet(os.environ["PMI_RANK"], 1)  # the deadline does not include the start of rank 1
 if os.environ["PMI_RANK"] == "1":
     {end}
 mc.init()
