@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from c10d_helpers import GLOO, not_gloo
 
+from imported import TORCH, python
 from launch import launch
 from ranks import free_port, start
 
@@ -41,7 +41,7 @@ class Job:
     def run(self, case: str, *, clean: bool = True, mpi: bool = False, size: int = 3, **settings: str) -> list[Results]:
         """Runs a case; returns the results of each rank. ``clean``: all exit with 0; ``mpi``: mpiexec starts them."""
         self.size = size
-        command = [sys.executable, str(SCENARIO), case, str(self.folder)]
+        command = [*python(*TORCH), str(SCENARIO), case, str(self.folder)]
         env = {**SETTINGS, "DL_COMM_SHM_DIR": str(self.shm), **settings}
         finished = launch(size, command, 120, env) if mpi else start(size, command, 120, env, grace=60)
         self.output = finished.output

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import hosts
+from imported import TORCH, python
 from launch import QUIET, Finished, ending_together, launch, mpiexec, run
 
 SCENARIO = Path(__file__).with_name("scenario.py")
@@ -39,6 +40,12 @@ def binding(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def program(binding: str, there: hosts.Hosts | None = None) -> list[str]:
+    """An interpreter that has imported the framework; on other hosts a new one, which belongs to them."""
+    modules = {"torch": TORCH, "tensorflow": ("tensorflow",)}.get(binding)
+    return [sys.executable] if modules is None or there is not None else python(*modules)
+
+
 class Job:
     """Ranks of a scenario, on one host or on two."""
 
@@ -52,7 +59,7 @@ class Job:
     def run(self, case: str, *, together: bool = False, **settings: str) -> Finished:
         """Runs ``case``; with ``together`` the launcher kills no rank until all have ended."""
         env = {**SETTINGS, "DL_COMM_SHM_DIR": str(self.shm), **settings}
-        command = [sys.executable, str(SCENARIO), self.binding, case, str(self.folder)]
+        command = [*program(self.binding, self.there), str(SCENARIO), self.binding, case, str(self.folder)]
         if together:
             command = ending_together(command, self.folder, self.size)
         if self.there is None:
@@ -181,7 +188,7 @@ def test_a_rank_that_misses_the_deadline(job: Job) -> None:
 
 def test_a_launcher_that_kills_ranks(binding: str, tmp_path: Path) -> None:
     for case in ("sigkill", "sigsegv", "exit0", "exception"):
-        command = [sys.executable, str(SCENARIO), binding, case, str(tmp_path)]
+        command = [*program(binding), str(SCENARIO), binding, case, str(tmp_path)]
         if case == "exit0":
             # MPICH's mpiexec kills the others and reports success.
             finished = run([sys.executable, "-m", "dl_comm.run", "-n", "2", *command], 60, QUIET)
@@ -241,7 +248,7 @@ def test_two_concurrent_jobs(binding: str, there: hosts.Hosts | None, tmp_path: 
 
     def start(job: Job) -> None:
         env = {**SETTINGS, "DL_COMM_SHM_DIR": str(job.shm)}
-        command = [sys.executable, str(SCENARIO), job.binding, "work", str(job.folder)]
+        command = [*program(job.binding, there), str(SCENARIO), job.binding, "work", str(job.folder)]
         done.append(launch(job.size, command, 120, env) if there is None else there.launch(2, command, 120, env))
 
     threads = [threading.Thread(target=start, args=(job,)) for job in jobs]

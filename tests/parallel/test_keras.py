@@ -13,6 +13,8 @@ keras = pytest.importorskip("keras", minversion="3.0")
 import dl_comm as mc  # noqa: E402
 import dl_comm.keras as dk  # noqa: E402
 
+pytestmark = pytest.mark.costly
+
 ROWS = 16
 
 
@@ -110,7 +112,6 @@ def test_state_that_is_not_trained_and_seeds(rank, size):
     assert int(np.asarray(model.layers[1].seed_generator.state)[0]) == rank
 
 
-@pytest.mark.costly
 def test_validation_metrics_and_callbacks_that_decide(rank, size):
     x, y = samples(size)
     model = model_from(rank)
@@ -197,7 +198,6 @@ def test_wrapping_keeps_state_and_configuration(rank, size):
     assert [wrapped._use_weight_decay(v) for v in model.trainable_variables] == [True, False, True, False]
 
 
-@pytest.mark.costly
 def test_a_saved_model_loads_plain_and_distributed(rank, size, tmp_path):
     x, y = samples(size)
     model = model_from(rank)
@@ -235,7 +235,6 @@ class WithArgument(keras.optimizers.SGD):
         self.extra = extra
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "make",
     [
@@ -300,7 +299,6 @@ class LayerInTraining(keras.Model):
         return self.head(self.noise(hidden) if training else hidden)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("model_class", [HeadInTheStep, LayerInTraining])
 def test_models_whose_variables_come_with_the_first_training_step(rank, size, model_class):
     x, y = samples(size)
@@ -324,7 +322,6 @@ def test_optimizer_state_that_only_the_root_has(rank, size):
     assert same_everywhere(model)
 
 
-@pytest.mark.costly
 def test_one_rank_with_gradients_that_are_not_finite_makes_all_skip(rank, size):
     x, y = samples(size)
     model = model_from(0)
@@ -354,7 +351,6 @@ def test_what_is_refused(rank, size):
         keras.optimizers.LossScaleOptimizer(wrapped)
 
 
-@pytest.mark.costly
 def test_mixed_precision_is_refused_by_compile_or_works(rank, size):
     x, y = samples(size)
     x, y = x[rank::size].astype(np.float32), y[rank::size]
@@ -374,7 +370,6 @@ def test_mixed_precision_is_refused_by_compile_or_works(rank, size):
         keras.config.set_dtype_policy(before)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("callback", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fit_starts_from_rank_0_by_itself(rank, size, name, callback):

@@ -15,6 +15,8 @@ import dl_comm as mc  # noqa: E402
 import dl_comm.keras as dk  # noqa: E402
 import dl_comm.tensorflow as dt  # noqa: E402
 
+pytestmark = pytest.mark.costly
+
 ALL_AT_ONCE, ONE_EACH = "1000", "0.000001"
 STEPS = 4
 TEAM = 40
@@ -32,7 +34,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_keras(monkeypatch: pytest.MonkeyPatch, rank: int, name: str) -> None:
     x = np.random.default_rng(rank).normal(size=(8 * STEPS, 3)).astype(np.float32)

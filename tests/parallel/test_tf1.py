@@ -13,6 +13,8 @@ import dl_comm as mc  # noqa: E402
 import dl_comm.tensorflow as dt  # noqa: E402
 from dl_comm.tensorflow import _ops  # noqa: E402
 
+pytestmark = pytest.mark.costly
+
 tf = tf2.compat.v1
 
 

@@ -10,6 +10,8 @@ import dl_comm  # noqa: E402
 import dl_comm.torch as cdl  # noqa: E402
 from dl_comm.torch import _ops  # noqa: E402
 
+pytestmark = pytest.mark.costly
+
 
 def calls(x: torch.Tensor, group: cdl.Group | None = None) -> list[torch.Tensor]:
     """A function with each collective."""
@@ -23,7 +25,6 @@ def calls(x: torch.Tensor, group: cdl.Group | None = None) -> list[torch.Tensor]
     return [total, block, spread, copy, mine, *(each for each in on_root if each is not None)]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_graphs(rank: int, size: int, backend: str) -> None:
     torch.compiler.reset()
@@ -55,7 +56,6 @@ def test_compiled_graphs_see_the_group(rank: int, size: int) -> None:
     assert torch.equal(compiled(x, later), cdl.all_gather(x))
 
 
-@pytest.mark.costly
 def test_ops_pass_opcheck(rank: int, size: int) -> None:
     ops = _ops.ops
     for needs_gradient in (False, True):

@@ -19,6 +19,8 @@ import dl_comm  # noqa: E402
 import dl_comm.torch as cdl  # noqa: E402
 from dl_comm.torch import _ops  # noqa: E402
 
+pytestmark = pytest.mark.costly
+
 BATCH = 6  # of one rank
 # A bucket for each parameter: most calls, and every rule of their order is at work.
 TINY = 1e-9

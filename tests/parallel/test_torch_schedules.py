@@ -12,6 +12,8 @@ import dl_comm as mc  # noqa: E402
 import dl_comm.torch as cdl  # noqa: E402
 import ml_comm.torch  # noqa: E402
 
+pytestmark = pytest.mark.costly
+
 TEAM = 20
 
 

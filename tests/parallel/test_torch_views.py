@@ -22,6 +22,8 @@ import dl_comm as mc  # noqa: E402
 import dl_comm.torch as cdl  # noqa: E402
 from dl_comm.torch import _bucket_plan, _ops, _optimizer, _shared_grads  # noqa: E402
 
+pytestmark = pytest.mark.costly
+
 BATCH = 4  # of one rank
 TINY = 1e-9  # a bucket for each parameter
 
@@ -196,7 +198,6 @@ def bits(model: nn.Module) -> list[bytes]:
     return [parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for parameter in model.parameters()]
 
 
-@pytest.mark.costly
 class TestParity:
     """Shared memory changes no bit, and N ranks reach the weights of one process on the joined batch."""
 
@@ -534,7 +535,6 @@ class TestBucketPlan:
                 wrapped()
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("as_views", [True, False])
 def test_what_an_optimizer_tells_of_its_averages(as_views: bool, rank: int, size: int) -> None:
     model = Model(torch.float32)

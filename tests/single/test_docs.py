@@ -13,6 +13,7 @@ import pytest
 
 import dl_comm
 from dl_comm import _dl_comm
+from imported import python
 from launch import launch, run
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +183,10 @@ def test_the_changes_of_readme_run(number: int, around: tuple[str, str], ranks: 
     assert len(snippets) == 4
     path = tmp_path / "script.py"
     path.write_text(around[0] + snippets[number] + around[1])
-    finished = launch(ranks, [sys.executable, str(path)], 200, {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"})
+    # That of torch.distributed is started as a user starts it.
+    python_with = python("tensorflow") if around in (KERAS, TENSORFLOW) else [sys.executable]
+    env = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    finished = launch(ranks, [*python_with, str(path)], 200, env)
     assert finished.returncode == 0, finished.output
     assert re.findall(r"<(\w+)>", finished.output) == ["same"] * ranks, finished.output
 
