@@ -36,7 +36,7 @@ def cargo(*arguments: str) -> list[str]:
 
 
 def clippy(*packages: str) -> list[str]:
-    return [*cargo("clippy", *(f"--package={name}" for name in packages), "--all-targets"), "--", "-D", "warnings"]
+    return [*cargo("clippy", *packages, "--all-targets"), "--", "-D", "warnings"]
 
 
 def pytest(*arguments: str) -> list[str]:
@@ -74,6 +74,9 @@ def programs(folder: str, jobs: int) -> list[str]:
 SHARED = ("averages", "batch_norm", "collectives", "helpers", "schedules")
 """The files of ``tests/parallel`` with tests for every framework."""
 SETUP = ("set-up",)
+LIBRARIES = ("--package=dl_comm_core", "--package=dl_comm_python")
+"""In every command of cargo: with other packages their dependencies have other features, and compile anew."""
+C_TESTS = ("c_api", "tf_ops", "cuda_kernels")
 BUILT = ("op libraries",)
 
 STAGES = [
@@ -91,11 +94,11 @@ STAGES = [
     ),
     Stage(
         "core",
-        bash('export LD_LIBRARY_PATH="$VENV/lib"', " ".join(cargo("test", "--package=dl_comm_core"))),
+        bash('export LD_LIBRARY_PATH="$VENV/lib"', " ".join(cargo("test", *LIBRARIES))),
         limit_s=900,
         fast=True,
     ),
-    Stage("lint Rust", clippy("dl_comm_core", "dl_comm_python"), ("core",), fast=True),
+    Stage("lint Rust", clippy(*LIBRARIES), ("core",), fast=True),
     # The fuzzers are a workspace of their own, and run in tests/heavy.sh only. For a check, libFuzzer is not compiled.
     Stage(
         "fuzzers",
@@ -112,9 +115,9 @@ STAGES = [
     Stage(
         "C, TensorFlow's C API",
         bash(
-            " ".join(clippy("dl_comm_tests")),
+            " ".join(clippy(*LIBRARIES, "--package=dl_comm_tests")),
             'export LD_LIBRARY_PATH="$VENV/lib"',
-            " ".join(cargo("test", "--package=dl_comm_tests")),
+            " ".join(cargo("test", *LIBRARIES, "--package=dl_comm_tests", *(f"--test={name}" for name in C_TESTS))),
         ),
         (*BUILT, "core"),
     ),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from imported import TORCH, python
 from launch import Finished, launch
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "cnn_benchmarks"
@@ -26,7 +27,8 @@ def heavy(*values: str) -> Any:
 
 
 def benchmark(ranks: int, *arguments: str) -> Finished:
-    return launch(ranks, [sys.executable, str(FOLDER / "benchmark.py"), *arguments], timeout=180, env=ENVIRONMENT)
+    modules = ("tensorflow",) if "tensorflow" in arguments else TORCH
+    return launch(ranks, [*python(*modules), str(FOLDER / "benchmark.py"), *arguments], timeout=180, env=ENVIRONMENT)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from imported import TORCH, python
 from launch import launch, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,9 +24,16 @@ IN_GATE = ("numpy_mnist", "torch_mnist", "keras_mnist")
 MNIST = os.environ.get("DL_COMM_TEST_MNIST")
 
 
+def interpreter(name: str) -> list[str]:
+    if name == "numpy_mnist":
+        return [sys.executable]
+    if name == "estimator_mnist":
+        return [sys.executable, "-m", "dl_comm.tf1"]
+    return python(*TORCH) if name == "torch_mnist" else python("tensorflow")
+
+
 def accuracy(name: str, ranks: int, *options: str) -> tuple[float, str]:
-    started_by = ["-m", "dl_comm.tf1"] if name == "estimator_mnist" else []
-    finished = launch(ranks, [sys.executable, *started_by, str(EXAMPLES / name / "train.py"), *options], 280)
+    finished = launch(ranks, [*interpreter(name), str(EXAMPLES / name / "train.py"), *options], 280)
     assert finished.returncode == 0, finished.output
     # Not necessarily the last line: finalize may print after it, and output may be buffered.
     found = re.findall(r"^test accuracy: (\d\.\d{4})$", finished.output, re.MULTILINE)

@@ -47,7 +47,7 @@ def test_torch_gradients_lie_in_shared_memory(hosts: Hosts) -> None:
 @pytest.mark.parametrize(
     ("per_host", "name"),
     [
-        (1, "collectives"),
+        pytest.param(1, "collectives", marks=pytest.mark.heavy),
         pytest.param(2, "collectives", marks=pytest.mark.heavy),
         (1, "p2p"),
         pytest.param(2, "p2p", marks=pytest.mark.heavy),

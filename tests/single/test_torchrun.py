@@ -273,6 +273,7 @@ def test_an_agent_for_each_rank_started_by_a_launcher(program: Path) -> None:
     assert finished.output.count("fine\n") == 1, finished.output
 
 
+@pytest.mark.heavy
 def test_more_ranks_find_each_other_in_the_store_of_killed_ones(program: Path) -> None:
     """As when torchrun gets another node: all ranks start again, with the same part of the store."""
     program.write_text(

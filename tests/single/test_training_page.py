@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from imported import TORCH, python
 from launch import launch
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
@@ -15,7 +15,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.heavy), pytest.param(2, marks=pytest.mark.heavy), 3]
+    "ranks", [pytest.param(1, marks=pytest.mark.heavy), 2, pytest.param(3, marks=pytest.mark.heavy)]
 )
 @pytest.mark.parametrize(
     ("framework", "part", "files", "pattern"),
@@ -40,7 +40,12 @@ def test_the_scripts(
     (script,) = [script for script in scripts if found.search(script)]
     monkeypatch.chdir(tmp_path)
     Path("script.py").write_text(script)
-    result = launch(ranks, [sys.executable, "script.py"], timeout=120, env=ENVIRONMENT)
+    result = launch(
+        ranks,
+        [*python(*(TORCH if framework == "torch" else ("tensorflow",))), "script.py"],
+        timeout=120,
+        env=ENVIRONMENT,
+    )
     assert result.returncode == 0, result.output
     assert len(re.findall(pattern, result.output)) == 1, result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["script.py", *files])
