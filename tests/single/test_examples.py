@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -166,14 +167,15 @@ def test_the_build_ends_with_the_setup(tmp_path: Path) -> None:
 
 
 def test_the_gate_ignores_the_environment_of_the_shell(tmp_path: Path) -> None:
-    """The test stops it at its first step, the set-up."""
+    """The test stops it at its first step, in an environment whose Python shows what it gets."""
     tree = tmp_path / "tree"
-    for name in ("tests/run.sh", "examples/setup.sh"):
-        (tree / name).parent.mkdir(parents=True)
-    (tree / "tests/run.sh").write_text((ROOT / "tests/run.sh").read_text())
-    (tree / "examples/setup.sh").write_text("#!/bin/sh\nenv\nexit 1\n")
-    (tree / "examples/setup.sh").chmod(0o755)
-    (tree / "tests/run.sh").chmod(0o755)
+    (tree / "tests").mkdir(parents=True)
+    for name in ("run.sh", "environment.sh"):
+        shutil.copy(ROOT / "tests" / name, tree / "tests")
+    python = tree / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nenv\nexit 1\n")
+    python.chmod(0o755)
     extra = {"PYTHONPATH": "/nowhere", "DL_COMM_TIMEOUT_S": "7", "PYTHONUNBUFFERED": "1", "MPICC": "/some/mpicc"}
     seen = run([str(tree / "tests/run.sh")], 60, extra).output
     assert "MPICC=/some/mpicc" in seen
