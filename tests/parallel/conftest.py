@@ -10,6 +10,7 @@ the fixture ``mode`` too they run in each mode of the framework. ``@pytest.mark.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -30,9 +31,15 @@ import frameworks  # noqa: E402
 
 @pytest.fixture(scope="session", autouse=True)
 def _dl_comm() -> Iterator[None]:
+    # The frameworks are imported, and have a million objects: neither collections of garbage nor the search for the
+    # modules of an optimizer's parameters need to look at them again and again.
+    gc.collect()
+    gc.freeze()
     mc.init(nthread_per_team=2, nteams=2)
     yield
     mc.finalize()
+    # The end of the interpreter frees what it collects; a library of torch warns about the rest.
+    gc.unfreeze()
 
 
 @pytest.fixture
