@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -47,12 +48,16 @@ def two() -> Iterator[hosts.Hosts]:
 
 
 @pytest.fixture(scope="session")
-def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of the fake libcuda.so.1 and libnccl.so.2, for LD_LIBRARY_PATH."""
-    source, build = Path(__file__).parent.parent / "fake_cuda", tmp_path_factory.mktemp("fake_cuda")
-    for command in (["cmake", "-S", str(source), "-B", str(build)], ["cmake", "--build", str(build)]):
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        assert done.returncode == 0, done.stdout
+def fake_cuda() -> Iterator[Path]:
+    """The folder of the fake libcuda.so.1 and libnccl.so.2, for LD_LIBRARY_PATH; built once for all processes."""
+    source = Path(__file__).parents[1] / "fake_cuda"
+    build = Path(__file__).parents[2] / "build/fake_cuda"
+    build.mkdir(parents=True, exist_ok=True)
+    with (build / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (["cmake", "-S", str(source), "-B", str(build)], ["cmake", "--build", str(build), "-j2"]):
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+            assert done.returncode == 0, done.stdout
     yield build / "lib"
     # Remove files of killed or aborted processes.
     for file in Path("/dev/shm").glob("fake_*.*.*"):
