@@ -61,7 +61,15 @@ class Rank:
         mc.init(nthread_per_team=2, nteams=1)
         self.rank, self.size = mc.get_rank(), mc.get_nranks()
         self.odd = self.rank == self.size - 1
+        self.folder = folder
         self.record = Observations(folder / f"rank{self.rank}.json").record
+
+    def meet(self) -> None:
+        """Waits until all but the odd rank are here: others may hear that one has finalized before they hear why."""
+        (self.folder / f"met{self.rank}").touch()
+        until = time.monotonic() + 30
+        while len(list(self.folder.glob("met*"))) < self.size - 1 and time.monotonic() < until:
+            time.sleep(0.02)
 
     def mean(self, name: str | None = None) -> None:
         """An average with a checked value."""
@@ -137,6 +145,7 @@ def lost(end: Callable[[], Any]) -> Callable[[Rank], None]:
             end()
         rank.record("lost", lambda: rank.mean("needed"))
         rank.record("again", lambda: rank.mean("again"))
+        rank.meet()
         rank.record("finalize", mc.finalize)
         sys.exit(3)  # like after an uncaught error
 
