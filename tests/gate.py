@@ -1,7 +1,7 @@
 """Runs the stages of the gate, several at a time, and ends with a table of what each has taken.
 
-``tests/run.sh [fast]`` starts this in an environment without the shell's variables. Needs only Python's own library, as
-its first stages install everything else. ``tests/stages.py`` has the stages, ``tests/README.md`` a description. The
+``tests/run.sh [fast]`` installs the tools and starts this, in an environment without the shell's variables.
+``tests/stages.py`` has the stages, ``tests/README.md`` a description. The
 output of a stage goes to ``build/gate/STAGE.log``, and is printed if the stage fails.
 """
 
@@ -63,9 +63,9 @@ def run_stage(stage: Stage, start: float) -> Result:
 
 
 class Schedule:
-    """Which stage may start: in the order of the list, after those that it needs, as long as their load fits."""
+    """Which stage may start: in the order of the list, after those that it needs, one for each processor."""
 
-    def __init__(self, stages: Sequence[Stage], processors: float) -> None:
+    def __init__(self, stages: Sequence[Stage], processors: int) -> None:
         self.waiting = list(stages)
         self.running: dict[Future[Result], Stage] = {}
         self.results: dict[str, Result] = {}
@@ -80,15 +80,13 @@ class Schedule:
                 self.waiting.remove(stage)
                 self.results[stage.name] = Result(stage, "not run")
                 return self.next()
-            load = sum(other.load for other in self.running.values())
-            fits = load + stage.load <= self._processors or not self.running
-            if fits and all(name in self.results for name in needed):
+            if len(self.running) < self._processors and all(name in self.results for name in needed):
                 self.waiting.remove(stage)
                 return stage
         return None
 
 
-def run_all(stages: Sequence[Stage], processors: float) -> list[Result]:
+def run_all(stages: Sequence[Stage], processors: int) -> list[Result]:
     """Runs the stages; a failure ends only those that need the failed one. Prints a line for each start and end."""
     schedule, begin = Schedule(stages, processors), time.monotonic()
 

@@ -1,4 +1,4 @@
-"""The stages of the gate. They start in this order, as far as ``after`` and ``load`` allow."""
+"""The stages of the gate. They start in this order, as far as ``after`` and the number of processors allow."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ from glob import glob
 class Stage:
     """A command of the gate.
 
-    It starts after the stages ``after`` have passed, when the loads of those that run leave ``load`` processors free.
-    ``limit_s``: it is killed then. ``fast``: part of ``tests/run.sh fast``.
+    It starts after the stages ``after`` have passed. ``limit_s``: it is killed then. ``fast``: part of
+    ``tests/run.sh fast``.
     """
 
     name: str
     command: Sequence[str]
     after: tuple[str, ...] = ()
-    load: float = 1.0
     limit_s: int = 600
     fast: bool = False
-
-
-ALONE = float("inf")
-"""The load of a stage beside which no other one runs."""
 
 
 def bash(*lines: str) -> list[str]:
@@ -68,7 +63,7 @@ def distributed(ranks: int) -> Stage:
 
 def programs(folder: str, jobs: int) -> list[str]:
     """Tests that start programs of their own and mostly wait for them: several at a time."""
-    return pytest("-m", "not heavy and not alone", f"--numprocesses={jobs}", "--dist=loadgroup", folder)
+    return pytest("-m", "not heavy", f"--numprocesses={jobs}", "--dist=loadgroup", folder)
 
 
 SHARED = ("averages", "batch_norm", "collectives", "helpers", "schedules")

@@ -37,7 +37,9 @@ def meet(ranks: int = SIZE) -> None:
     load()
     folder = Path(sys.argv[2])
     (folder / f"up{RANK}").touch()
+    until = time.monotonic() + 90
     while not all((folder / f"up{rank}").exists() for rank in range(ranks)):
+        assert time.monotonic() < until, "a rank has not started"
         time.sleep(0.01)
 
 
