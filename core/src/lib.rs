@@ -30,6 +30,7 @@ pub mod dtype;
 pub mod dump;
 pub mod error;
 mod ffi;
+pub mod float_state;
 mod folder;
 mod fork;
 pub mod group;

@@ -219,3 +219,12 @@ def test_what_cannot_be_written_into(rank: int, size: int) -> None:
     with pytest.raises(mc.DTypeError, match=r"use dl_comm\.tensorflow\.recv"):
         mc.recv(x, 0)
     assert mc.allreduce(tf.Variable(x), async_op=False).numpy().tolist() == [size] * 3
+
+
+def test_threads_that_flush_subnormals_do_not_change_sums(rank: int, size: int) -> None:
+    """Those of TensorFlow do: eagerly a call runs there, in a function on a thread of the core."""
+    x = tf.constant(np.full(16, 0x116C2 * (rank + 1), np.uint32).view(np.float32))
+    compiled = tf.function(lambda x: dt.allreduce(x, "sum"))
+    for run in [lambda x: dt.allreduce(x, "sum"), compiled] * 10:
+        bits = run(x)
+        assert set(bits.numpy().view(np.uint32)) == {0x116C2 * (size * (size + 1) // 2)}

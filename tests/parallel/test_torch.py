@@ -442,6 +442,29 @@ def test_what_the_ops_cannot_take_is_refused_in_our_words() -> None:
         dl_comm.gradients([torch.zeros(2)], 0, name="\ud800")
 
 
+def test_flushed_subnormals_do_not_change_sums(rank: int, size: int) -> None:
+    """Blocking and started calls, short and long ones, run on different threads."""
+    subnormal = np.full(100_000, 0x116C2 * (rank + 1), np.uint32).view(np.float32)
+    vectors = [torch.from_numpy(subnormal[:length].copy()) for length in (16, 100_000)]
+    weights = [torch.tensor([1e-39 * (rank + 1), 1.0, 3.0]), torch.tensor([1e-310 * (rank + 1)], dtype=torch.float64)]
+    adasum = [x.view(torch.uint8) for x in cdl.allreduce(weights, op="adasum")]
+    ranks = size * (size + 1) // 2
+    assert torch.set_flush_denormal(True)
+    try:
+        for step in range(40):
+            work = cdl.allreduce(torch.ones(16), async_op=True) if step % 3 else None
+            sums = [cdl.allreduce(vectors[step % 2], op="sum")]
+            sums.append(cdl.allreduce(vectors[step % 2], op="sum", async_op=True).wait())
+            if work is not None:
+                work.wait()
+            for result in sums:
+                assert set(result.view(torch.int32).tolist()) == {0x116C2 * ranks}
+        flushed = cdl.allreduce(weights, op="adasum")
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(torch.equal(x.view(torch.uint8), bits) for x, bits in zip(flushed, adasum, strict=True))
+
+
 @pytest.mark.parametrize("gradients", [dl_comm.gradients, cdl.gradients], ids=["package", "binding"])
 def test_a_generator_of_tensors_is_a_list(gradients: Callable[..., list[torch.Tensor]], rank: int, size: int) -> None:
     means = gradients(torch.full((2,), float(rank + i)) for i in range(3))

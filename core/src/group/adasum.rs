@@ -18,6 +18,7 @@ use crate::buffer::{Buffer, Tensor};
 use crate::collective::Op;
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
+use crate::float_state::DefaultFloatState;
 use crate::reduce::ReduceOp;
 use crate::reduce::adasum::{Work, accepts, combine, dot_products};
 
@@ -84,10 +85,12 @@ impl<W: Work> Chain<W> {
         let total: usize = tensors.iter().map(|tensor| tensor.buffer.len()).sum();
         let block = total.div_ceil(ranks);
         let mut line = vec![W::default(); block * ranks];
+        let default = DefaultFloatState::enter();
         for (to, (buffer, index)) in line.iter_mut().zip(elements(&tensors)) {
             // SAFETY: the caller's promise; `check` has checked the alignment.
             *to = unsafe { W::load(buffer.source_at(index), buffer.dtype()) };
         }
+        drop(default);
         let vectors = vec![W::default(); block * ranks];
         let (num_vectors, dots, level) = (ranks, Vec::new(), 0);
         let mut chain =
@@ -148,6 +151,7 @@ impl<W: Work> Chain<W> {
             let buffer = Buffer::new(self.vectors.as_ptr().cast(), self.line.as_mut_ptr().cast(), self.block, W::DTYPE);
             return self.run(Op::ALLGATHER, buffer, Chain::finish);
         }
+        let _default = DefaultFloatState::enter();
         let (ranges, vectors) = (self.ranges(), &self.vectors);
         let pair = |pair: usize| {
             let [a, b] = [2 * pair * self.block, (2 * pair + 1) * self.block];
@@ -162,6 +166,7 @@ impl<W: Work> Chain<W> {
     }
 
     fn combine_pairs(mut self: Box<Self>) {
+        let _default = DefaultFloatState::enter();
         let (ranges, pairs, block) = (self.ranges(), self.pairs(), self.block);
         for pair in 0..pairs {
             let (left, right) = self.vectors.split_at_mut((2 * pair + 1) * block);
@@ -185,6 +190,7 @@ impl<W: Work> Chain<W> {
     /// Writes the result to the tensors.
     fn finish(self: Box<Self>) {
         let result = guard(|| {
+            let _default = DefaultFloatState::enter();
             for (value, (buffer, index)) in self.line.iter().zip(elements(&self.tensors)) {
                 // SAFETY: the promise of the caller of `start`.
                 unsafe { value.store(buffer.destination_at(index), buffer.dtype()) };

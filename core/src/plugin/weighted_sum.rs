@@ -4,6 +4,7 @@
 //! counts as 1, any other as 0, so the total weight of a mean stays one.
 
 use crate::dtype::DType;
+use crate::float_state::DefaultFloatState;
 use crate::reduce::types::{BF16AccF64, F16AccF64, ReduceType};
 
 /// The carries to and from a call.
@@ -70,6 +71,7 @@ pub unsafe fn weighted_sum(
             })
         };
     }
+    let _default = DefaultFloatState::enter();
     match dtype {
         DType::F16 => half!(F16AccF64),
         DType::BF16 => half!(BF16AccF64),
@@ -126,6 +128,16 @@ mod tests {
     fn values_of_zero_weight_are_ignored() {
         assert_eq!(weighted(DType::F32, f32::INFINITY, 8.0, 1.0, 1.0), 8.0);
         assert_eq!(weighted(DType::F64, 4.0, f64::NAN, 0.0, 0.0), 4.0);
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn the_state_of_the_thread_does_not_decide_the_bits() {
+        let sums = || {
+            let single = weighted(DType::F32, 1e-39f32, 1.1e-39, 0.3, 0.7);
+            (single.to_bits(), weighted(DType::F64, 0.1f64, 0.7, 0.3, 0.7).to_bits())
+        };
+        assert_eq!(crate::float_state::with_other_state(sums), sums());
     }
 
     #[test]

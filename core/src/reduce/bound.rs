@@ -9,6 +9,7 @@ use super::op::Visitor;
 use super::operator::Operator;
 use super::storage::StorageFormat;
 use super::{Reduction, Step, run_kernel};
+use crate::float_state::DefaultFloatState;
 
 /// [`Reduction::combine`] for one operator and element type.
 pub struct BoundReduction(Box<dyn Combine>);
@@ -20,6 +21,7 @@ impl BoundReduction {
     /// As there.
     #[inline]
     pub unsafe fn combine(&self, sources: &[*const u8], outs: &[*mut u8], count: usize) {
+        let _default = DefaultFloatState::enter();
         // SAFETY: guaranteed by the caller.
         unsafe { self.0.combine(sources, outs, count) }
     }

@@ -4,7 +4,7 @@
 //! bfloat16, the next wider integer for means of integers, and float64 for all floating point with `acc_f64`. The
 //! result is rounded to the element type once, to nearest even, integers toward zero. Minima, maxima, bit operations,
 //! and sums and products of integers need no wider accumulator than an element. The bits depend only on the order of
-//! the sources, not on the processor or on addresses.
+//! the sources, not on the processor, on addresses or on the floating-point state of the thread.
 //!
 //! The wire carries elements. With several replicas per process (`wire_is_acc`) it carries accumulators, the partial
 //! results of the replicas.
@@ -40,6 +40,7 @@ pub(crate) mod types;
 use std::ptr;
 
 use crate::dtype::DType;
+use crate::float_state::DefaultFloatState;
 pub use bound::BoundReduction;
 use epilogue::{Epilogue, Identity};
 use half_tiles::TiledType;
@@ -166,6 +167,7 @@ impl Reduction {
             // SAFETY: guaranteed by the caller.
             return unsafe { self.run_narrow(kernel, sources, outs, count) };
         }
+        let _default = DefaultFloatState::enter();
         let found = self.visit(step, &Run { reduction: self, kernel, step, sources, outs, count });
         debug_assert!(found.is_some(), "{self:?} does not exist");
     }

@@ -5,6 +5,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::error::Error;
+#[cfg(target_arch = "x86_64")]
+use crate::float_state::with_other_state;
 
 fn mean<T: Copy + Default>(reduction: Reduction, sources: &[Vec<T>], divisor: u32) -> Vec<T> {
     combine(Reduction { divisor, ..reduction }, sources)
@@ -207,6 +209,30 @@ fn extrema_propagate_nan() {
             assert_eq!(combined(op, dtype, &infinities), [found]);
         }
     }
+}
+
+/// Subnormals, and sums that round differently up and down.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn the_state_of_the_thread_does_not_decide_the_bits() {
+    let (values, others) = ([1e-39, 1.3e-39, 0.1], [1.1e-39, -1.2e-39, 0.7]);
+    let of = |values: [f64; 3], half: fn(f32) -> u16| values.map(|value| half(value as f32)).to_vec();
+    let singles = [values.map(|value| value as f32).to_vec(), others.map(|value| value as f32).to_vec()];
+    let doubles = [values.map(|value| value * 1e-270).to_vec(), others.map(|value| value * 1e-270).to_vec()];
+    let f16 = [of(values, convert::f32_to_f16), of(others, convert::f32_to_f16)];
+    let bf16 = [of(values, convert::f32_to_bf16), of(others, convert::f32_to_bf16)];
+    let all = || {
+        let mut bits: Vec<Vec<u64>> = Vec::new();
+        for op in [ReduceOp::Mean, ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product] {
+            let reduction = |dtype| Reduction { op, divisor: 3, ..reduction_of(dtype) };
+            bits.push(combine(reduction(DType::F32), &singles).iter().map(|value| value.to_bits().into()).collect());
+            bits.push(combine(reduction(DType::F64), &doubles).iter().map(|value| value.to_bits()).collect());
+            bits.push(combine(reduction(DType::F16), &f16).into_iter().map(u64::from).collect());
+            bits.push(combine(reduction(DType::BF16), &bf16).into_iter().map(u64::from).collect());
+        }
+        bits
+    };
+    assert_eq!(with_other_state(all), all());
 }
 
 #[test]
