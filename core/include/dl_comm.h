@@ -213,7 +213,7 @@ typedef enum dl_comm_collective {
 
 /* The operators of ALLREDUCE, REDUCE and REDUCE_SCATTER. docs/collectives.md lists their element types.
  * - SUM, PRODUCT: integers wrap around. MEAN: integers round toward zero.
- * - MIN, MAX: the first NaN in rank order is the result; -0.0 is less than +0.0.
+ * - MIN, MAX: NaN if an element is NaN, with the same bits on every rank; -0.0 is less than +0.0.
  * - BITAND, BITOR, BITXOR: of integers; of bool, the logical operation.
  * - SCALED_SUM: every input is multiplied by `prescale`, the sum by `postscale`; floating point.
  * - ADASUM: of ALLREDUCE, host memory, floating point: gradients are added where they are orthogonal and averaged where
@@ -249,7 +249,8 @@ struct dl_comm_device;
  * - `device`: the GPU of the tensors; NULL for host memory. Without NCCL, all but ALLREDUCE and BROADCAST go through
  *   host memory.
  * - `done`: dl_comm_start only; called once when the call has ended, with 0 or an error code and its message, on a
- *   thread of the group. It must not block, and may start calls. */
+ *   thread of the group. It must not block, and may start calls. dl_comm_wait and dl_comm_test of other threads see
+ *   the end after `done` has returned. */
 typedef struct dl_comm_call {
   size_t size;
   int collective; /* dl_comm_collective_t */
@@ -314,9 +315,10 @@ int dl_comm_group_size(const dl_comm_group_t* group, int* size);
  * Ranks may have different numbers for a group. */
 int dl_comm_group_number(const dl_comm_group_t* group, uint64_t* number);
 
-/* Starts a call and stores a handle in `work`. Does not wait for other ranks. The tensors must stay valid, and be used
- * by nobody else, until the call has ended; `call` and its arrays may be freed at once. Any number of calls may be in
- * flight. An error here means that nothing was started and `done` is not called; errors of the call itself, such as
+/* Starts a call and stores a handle in `work`. Does not wait for other ranks. The tensors must stay valid until the call
+ * has ended, and be used only by calls of this group until then: these take effect in the order in which they were
+ * started, whatever memory they share. `call` and its arrays may be freed at once. Any number of calls may be in flight.
+ * An error here means that nothing was started and `done` is not called; errors of the call itself, such as
  * invalid tensors, come from dl_comm_test, dl_comm_wait and `done`. Collective. */
 int dl_comm_start(const dl_comm_group_t* group, const dl_comm_call_t* call, dl_comm_work_t** work);
 
@@ -354,14 +356,16 @@ int dl_comm_join(const dl_comm_group_t* group, double timeout, int* last);
 
 /* A message. Set it to zero bytes and `size` to sizeof(dl_comm_message_t) first: later versions add fields at the end.
  * - `buffers`: tensors in host memory, of any element types, sent one after the other: the `src` of a send, the `dst`
- * of a receive. A received message may be shorter; dl_comm_work_status tells its length. A longer one is an error of
- * the receive, which writes nothing; the message is dropped, and the send succeeds.
+ * of a receive. A received message may be shorter; dl_comm_work_status tells its length. A longer one, or one of other
+ * element types (DL_COMM_ERROR_MISMATCH), is an error of the receive, which writes nothing; the message is dropped, and
+ * the send succeeds.
  * - `peer`: the other rank of the group. `tag`: from 0.
  * - `name`: for error messages; may be NULL.
  * - `timeout`: the deadline in seconds; 0 for the group's, negative for none. A send or receive whose deadline has
  * passed ends with DL_COMM_ERROR_TIMEOUT, and so does not end others.
  * - `done`: called once when the send or receive has ended, with 0 or an error code and its message, on the thread that
- *   completes it, which may be the caller's. It must not block, and may start others.
+ *   completes it, which may be the caller's. It must not block, and may start others. Other threads see the end after
+ *   `done` has returned.
  * - `exact`: if it is not 0, a received message must be as long as the buffers: a shorter one is an error of the
  * receive (DL_COMM_ERROR_MISMATCH), as a longer one, and writes nothing. */
 typedef struct dl_comm_message {

@@ -190,6 +190,15 @@ impl Call {
         Ok(Call { layout: self.layout.with_chunk_size(chunk), channels, signature, producer: Some(producer), ..self })
     }
 
+    /// This call, on device memory, after all that its caller has enqueued until now.
+    ///
+    /// # Errors
+    /// [`Error::System`] of the driver.
+    pub fn again_on_stream(&self) -> Result<Call> {
+        let producer = self.producer.as_ref().map(|producer| producer.again().map(Arc::new)).transpose()?;
+        Ok(Call { producer, ..self.clone() })
+    }
+
     /// The caller's stream of a call on device memory.
     pub fn producer(&self) -> Option<&Arc<CallerStream>> {
         self.producer.as_ref()
@@ -373,7 +382,7 @@ impl Call {
     }
 
     /// The addresses that this rank uses, and whether it writes them.
-    fn memory(&self) -> impl Iterator<Item = (Range<usize>, bool)> {
+    pub(crate) fn memory(&self) -> impl Iterator<Item = (Range<usize>, bool)> {
         let ranges = self.replicas.iter().flatten().flat_map(|tensor| {
             let (read, written) = extents(self.op, &tensor.buffer, &self.counts, &self.config);
             [(tensor.buffer.source_bytes(0..read), false), (tensor.buffer.destination_bytes(0..written), true)]

@@ -1,8 +1,9 @@
 //! Matching of calls after a mismatch of signatures: decides from all ranks' pending calls what to run next.
 //!
 //! Each rank sends its pending calls in submission order, and all ranks decide the same from the same lists
-//! ([`decide`]). If the first calls are the same on all ranks except for their order, they run in the order of rank 0.
-//! So submitting the same calls in different order costs only this exchange.
+//! ([`decide`]). If the first calls are the same on all ranks except for their order, they run in the order of rank 0, but
+//! a call that shares memory with one before it on any rank stays behind that one. So submitting the same calls in
+//! different order costs only this exchange. Calls fail if the ranks need contrary orders.
 //!
 //! Calls that differ only in whether they name a length for each pair of ranks take the form that does
 //! ([`Reconciliation::ByPairs`]). That form has one signature for all lengths, so it is the second choice.
@@ -40,6 +41,8 @@ pub struct PendingCall {
     pub age: Age,
     /// What ranks that have joined do about it.
     pub kind: Kind,
+    /// Its memory conflicts with that of a call before it in the list. It stays behind all that are.
+    pub stays_behind: bool,
 }
 
 /// What ranks that have joined do about a call.
@@ -135,13 +138,17 @@ pub enum Reconciliation {
 
 /// The decision for `lists`, by rank.
 pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
-    if let Some(count) = common_prefix(lists) {
-        return Reconciliation::Run(lists[0].calls[..count].iter().map(|call| call.signature).collect());
+    let all: Vec<&PendingCalls> = lists.iter().collect();
+    if let Some(count) = common_prefix(&all) {
+        return match order(&all, count) {
+            Ok(order) => Reconciliation::Run(order),
+            Err(positions) => Reconciliation::Fail(positions.into_iter().map(Some).collect()),
+        };
     }
     if let Some(signature) = common_by_pairs(lists) {
         return Reconciliation::ByPairs(signature);
     }
-    if let Some(conflict) = conflict(lists) {
+    if let Some(conflict) = conflict(&all) {
         return Reconciliation::Fail(conflict);
     }
     if let Some(decision) = decide_for_joined(lists) {
@@ -169,16 +176,17 @@ fn decide_for_joined(lists: &[PendingCalls]) -> Option<Reconciliation> {
     if joined.is_empty() || active.is_empty() {
         return None;
     }
-    let active: Vec<PendingCalls> = active.into_iter().cloned().collect();
-    let positions = match common_prefix(&active) {
-        Some(_) if active[0].calls[0].kind == Kind::TakesZeros => {
-            return Some(Reconciliation::StandIn(active[0].calls[0].signature));
+    let positions = match common_prefix(&active).map(|count| order(&active, count)) {
+        Some(Ok(order)) => {
+            let first = order[0];
+            let find = |list: &&PendingCalls| list.calls.iter().position(|call| call.signature == first);
+            let positions: Vec<Option<usize>> = active.iter().map(find).collect();
+            if positions[0].is_some_and(|position| active[0].calls[position].kind == Kind::TakesZeros) {
+                return Some(Reconciliation::StandIn(first));
+            }
+            positions
         }
-        Some(_) => {
-            let first = active[0].calls[0].signature;
-            let find = |list: &PendingCalls| list.calls.iter().position(|call| call.signature == first);
-            active.iter().map(find).collect()
-        }
+        Some(Err(positions)) => positions.into_iter().map(Some).collect(),
         None => conflict(&active)?,
     };
     let mut positions = positions.into_iter();
@@ -187,7 +195,7 @@ fn decide_for_joined(lists: &[PendingCalls]) -> Option<Reconciliation> {
 }
 
 /// The smallest number of calls at the front of all lists that are the same up to order.
-fn common_prefix(lists: &[PendingCalls]) -> Option<usize> {
+fn common_prefix(lists: &[&PendingCalls]) -> Option<usize> {
     let (first, others) = lists.split_first()?;
     // For each other rank: by signature, its count minus that of the first rank, without zeros.
     let mut surplus: Vec<HashMap<u64, i64>> = vec![HashMap::new(); others.len()];
@@ -210,6 +218,37 @@ fn common_prefix(lists: &[PendingCalls]) -> Option<usize> {
     None
 }
 
+/// The order in which the first `count` calls run, which are the same on all ranks: that of rank 0, as far as calls need
+/// not stay behind others. The positions of the calls that are in each other's way, if there is none.
+fn order(lists: &[&PendingCalls], count: usize) -> Result<Vec<u64>, Vec<usize>> {
+    let first: Vec<u64> = lists[0].calls[..count].iter().map(|call| call.signature).collect();
+    if !lists.iter().any(|list| list.calls[..count].iter().any(|call| call.stays_behind)) {
+        return Ok(first);
+    }
+    // By rank, the calls that have not been chosen, in the rank's order.
+    let mut left: Vec<Vec<usize>> = vec![(0..count).collect(); lists.len()];
+    let mut chosen = Vec::with_capacity(count);
+    while chosen.len() < count {
+        // Where each rank has the call, if that may be next there.
+        let places = |signature: u64| {
+            let place = |(list, left): (&&PendingCalls, &Vec<usize>)| {
+                let place = left.iter().position(|&position| list.calls[position].signature == signature)?;
+                (place == 0 || !list.calls[left[place]].stays_behind).then_some(place)
+            };
+            lists.iter().zip(&left).map(place).collect::<Option<Vec<usize>>>()
+        };
+        let next = left[0].iter().find_map(|&position| Some((first[position], places(first[position])?)));
+        let Some((signature, places)) = next else {
+            return Err(left.iter().map(|left| left[0]).collect());
+        };
+        chosen.push(signature);
+        for (left, place) in left.iter_mut().zip(places) {
+            left.remove(place);
+        }
+    }
+    Ok(chosen)
+}
+
 /// The signature of a call by pairs that another call could have.
 fn common_by_pairs(lists: &[PendingCalls]) -> Option<u64> {
     let calls = || lists.iter().flat_map(|list| &list.calls);
@@ -221,7 +260,7 @@ fn common_by_pairs(lists: &[PendingCalls]) -> Option<u64> {
 }
 
 /// By rank, the position of a call whose name all ranks have had for a while, with different signatures.
-fn conflict(lists: &[PendingCalls]) -> Option<Vec<Option<usize>>> {
+fn conflict(lists: &[&PendingCalls]) -> Option<Vec<Option<usize>>> {
     let find =
         |list: &PendingCalls, key: u32| list.calls.iter().position(|call| call.key == key && call.age != Age::New);
     let keys = lists.first()?.calls.iter().map(|call| call.key).filter(|&key| key != 0);
@@ -235,8 +274,8 @@ fn conflict(lists: &[PendingCalls]) -> Option<Vec<Option<usize>>> {
     Some(positions.into_iter().map(Some).collect())
 }
 
-/// Maximum encoded bytes of a call: two signatures, a key, an age and a kind.
-const MAX_CALL_BYTES: usize = 27;
+/// Maximum encoded bytes of a call: two signatures, a key, an age, a kind and a flag.
+const MAX_CALL_BYTES: usize = 28;
 /// Maximum encoded bytes of a list without its calls, and of a decision without its entries.
 const MAX_HEADER_BYTES: usize = 16;
 
@@ -279,8 +318,14 @@ mod tests {
     use proptest::prelude::*;
 
     fn list(calls: &[u64], settled: bool) -> PendingCalls {
-        let call =
-            |&signature: &u64| PendingCall { signature, by_pairs: 0, key: 0, age: Age::New, kind: Kind::TakesZeros };
+        let call = |&signature: &u64| PendingCall {
+            signature,
+            by_pairs: 0,
+            key: 0,
+            age: Age::New,
+            kind: Kind::TakesZeros,
+            stays_behind: false,
+        };
         let outlook = if settled { Outlook::Settled } else { Outlook::Open };
         PendingCalls { calls: calls.iter().map(call).collect(), outlook, quiet: settled }
     }
@@ -349,8 +394,12 @@ mod tests {
 
     #[test]
     fn one_name_with_different_contents_fails_early() {
-        let call =
-            |signature, key| PendingCall { signature, by_pairs: 0, key, age: Age::Conflicting, kind: Kind::NeedsAll };
+        let call = |signature, key| PendingCall {
+            key,
+            age: Age::Conflicting,
+            kind: Kind::NeedsAll,
+            ..list(&[signature], false).calls[0]
+        };
         let mut lists = [
             PendingCalls { calls: vec![call(1, 10), call(2, 20)], outlook: Outlook::Open, quiet: false },
             PendingCalls { calls: vec![call(3, 20)], outlook: Outlook::Open, quiet: false },
@@ -393,12 +442,43 @@ mod tests {
         assert!(matches!(decide(&[even(3, 9), even(5, 9)]), Reconciliation::Wait(_)), "no rank needs that form");
     }
 
+    #[test]
+    fn calls_stay_behind_those_whose_memory_they_share() {
+        let behind = |signatures: &[u64], which: u64| {
+            let mut list = list(signatures, false);
+            list.calls.iter_mut().for_each(|call| call.stays_behind = call.signature == which);
+            list
+        };
+        let run = |order: &[u64]| Reconciliation::Run(order.to_vec());
+        assert_eq!(decide(&[list(&[2, 1, 3], false), behind(&[1, 3, 2], 2)]), run(&[1, 3, 2]));
+        assert_eq!(decide(&[list(&[2, 1, 3], false), behind(&[3, 1, 2], 1)]), run(&[2, 3, 1]));
+        let contrary = decide(&[behind(&[1, 2], 2), behind(&[2, 1], 1)]);
+        assert_eq!(contrary, Reconciliation::Fail(vec![Some(0), Some(0)]));
+        let after = decide(&[behind(&[3, 1, 2], 2), behind(&[3, 2, 1], 1)]);
+        assert_eq!(after, run(&[3]), "the common call in front");
+        let joined = {
+            let mut list = list(&[7], true);
+            list.calls[0].kind = Kind::Join;
+            list
+        };
+        assert_eq!(decide(&[list(&[2, 1], false), joined, behind(&[1, 2], 2)]), Reconciliation::StandIn(1));
+    }
+
     fn any_list() -> impl Strategy<Value = PendingCalls> {
         let age = prop::sample::select(vec![Age::New, Age::New, Age::New, Age::Conflicting, Age::Expired]);
         let kind = prop::sample::select(vec![Kind::TakesZeros, Kind::TakesZeros, Kind::NeedsAll, Kind::Join]);
         let by_pairs = prop::sample::select(vec![0, 0, 0, 4, 5]);
-        let call = (0u64..6, by_pairs, 0u32..3, age, kind)
-            .prop_map(|(signature, by_pairs, key, age, kind)| PendingCall { signature, by_pairs, key, age, kind });
+        let stays_behind = prop::sample::select(vec![false, false, false, true]);
+        let call = (0u64..6, by_pairs, 0u32..3, age, kind, stays_behind).prop_map(
+            |(signature, by_pairs, key, age, kind, stays_behind)| PendingCall {
+                signature,
+                by_pairs,
+                key,
+                age,
+                kind,
+                stays_behind,
+            },
+        );
         let outlook = prop::sample::select(vec![Outlook::Busy, Outlook::Open, Outlook::Settled, Outlook::Closed]);
         (prop::collection::vec(call, 0..6), outlook, any::<bool>()).prop_map(|(calls, outlook, quiet)| PendingCalls {
             calls,
@@ -435,6 +515,14 @@ mod tests {
             match decision {
                 Reconciliation::Run(mut order) => {
                     prop_assert!(!order.is_empty());
+                    for list in &lists {
+                        let mut left = list.calls[..order.len()].to_vec();
+                        for signature in &order {
+                            let place = left.iter().position(|call| call.signature == *signature).unwrap();
+                            prop_assert!(place == 0 || !left[place].stays_behind);
+                            left.remove(place);
+                        }
+                    }
                     order.sort_unstable();
                     for list in &lists {
                         let mut first: Vec<u64> =
@@ -451,7 +539,7 @@ mod tests {
                 }
                 Reconciliation::ByPairs(signature) => {
                     let calls = || lists.iter().flat_map(|list| &list.calls);
-                    prop_assert!(signature != 0 && common_prefix(&lists).is_none());
+                    prop_assert!(signature != 0 && common_prefix(&lists.iter().collect::<Vec<_>>()).is_none());
                     prop_assert!(calls().any(|call| call.by_pairs == signature));
                     prop_assert!(calls().any(|call| call.signature == signature));
                 }
@@ -464,7 +552,7 @@ mod tests {
                     }
                 }
                 Reconciliation::Wait(ranks) => {
-                    prop_assert!(common_prefix(&lists).is_none());
+                    prop_assert!(common_prefix(&lists.iter().collect::<Vec<_>>()).is_none());
                     prop_assert_eq!(ranks.len(), lists.len());
                 }
             }

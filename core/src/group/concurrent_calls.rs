@@ -9,6 +9,7 @@ use std::sync::Arc;
 use super::call_limits::CallLimits;
 use super::queue::Queue;
 use super::state::GroupState;
+use super::unfinished::UnfinishedCalls;
 use super::work::{Role, Work};
 use super::worker::Worker;
 use crate::collective::{ActiveCall, ChunkSource, Lookahead, NextChunk};
@@ -20,6 +21,7 @@ pub(super) type Finish<'a> = &'a dyn Fn(&Work, Result<()>);
 /// The calls at the front of a queue.
 pub(super) struct ConcurrentCalls<'a, 'q> {
     queue: &'a mut Queue<'q>,
+    unfinished: &'a mut UnfinishedCalls,
     shared: &'a Arc<GroupState>,
     finish: Finish<'a>,
     /// The calls from number `ended` on that may begin: the first one, and those that all ranks are known to have.
@@ -40,10 +42,15 @@ pub(super) fn can_be_concurrent(work: &Work) -> bool {
 }
 
 impl<'a, 'q> ConcurrentCalls<'a, 'q> {
-    /// The calls from the first one in the queue on, which can be one of them.
-    pub fn new(queue: &'a mut Queue<'q>, shared: &'a Arc<GroupState>, finish: Finish<'a>) -> ConcurrentCalls<'a, 'q> {
+    /// The calls from the first one in the queue on, which can be one of them and conflicts with no `unfinished` call.
+    pub fn new(
+        queue: &'a mut Queue<'q>,
+        unfinished: &'a mut UnfinishedCalls,
+        shared: &'a Arc<GroupState>,
+        finish: Finish<'a>,
+    ) -> ConcurrentCalls<'a, 'q> {
         let (calls, following, last) = (VecDeque::new(), 1, None);
-        let mut all = ConcurrentCalls { queue, shared, finish, calls, ended: 0, begun: 0, following, last };
+        let mut all = ConcurrentCalls { queue, unfinished, shared, finish, calls, ended: 0, begun: 0, following, last };
         all.take(1);
         all
     }
@@ -57,7 +64,7 @@ impl<'a, 'q> ConcurrentCalls<'a, 'q> {
         {
             let queued = self.queue.calls.iter().take(self.following);
             let mut before = self.calls.iter().map(|call| &call.work).chain(queued);
-            if before.any(|work| work.call.conflicts_with(&next.call)) {
+            if before.any(|work| work.call.conflicts_with(&next.call)) || self.unfinished.conflict_with(&next.call) {
                 return;
             }
             self.following += 1;
@@ -136,14 +143,20 @@ impl ChunkSource for ConcurrentCalls<'_, '_> {
 }
 
 impl Worker {
-    /// Runs the calls at the front of `queue`, of which the first is [`can_be_concurrent`]. Returns the last one, which has
-    /// ended and is not finished. `None`, with the first call at the front, if the ranks' calls differ.
+    /// Runs the calls at the front of `queue`, of which the first is [`can_be_concurrent`] and conflicts with no
+    /// `unfinished` call. Returns the last one, which has ended and is not finished. `None`, with the first call at the
+    /// front, if the ranks' calls differ.
     ///
     /// # Errors
     /// Those of `run_checked`; then all calls that were taken from the queue are finished.
-    pub fn run_concurrent(&mut self, queue: &mut Queue<'_>, finish: Finish<'_>) -> Result<Option<Arc<Work>>> {
+    pub fn run_concurrent(
+        &mut self,
+        queue: &mut Queue<'_>,
+        unfinished: &mut UnfinishedCalls,
+        finish: Finish<'_>,
+    ) -> Result<Option<Arc<Work>>> {
         let shared = Arc::clone(&self.shared);
-        let mut calls = ConcurrentCalls::new(queue, &shared, finish);
+        let mut calls = ConcurrentCalls::new(queue, unfinished, &shared, finish);
         let result = self.run_guarded(|channel| {
             channel.open(&calls.call(0).wait_ctx)?;
             let same = channel.run_concurrent(&mut calls)?;

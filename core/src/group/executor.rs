@@ -14,6 +14,7 @@ use super::other_groups::OtherGroups;
 use super::queue::Queue;
 use super::small_calls::{CachedCalls, CallWords, SmallCall, SmallCallInput};
 use super::thread::{GroupThread, Inbox};
+use super::unfinished::UnfinishedCalls;
 use super::work::{QueueItem, Role, Work};
 use super::worker::Worker;
 use crate::collective::device::wait_event;
@@ -36,6 +37,7 @@ struct ExecutorState {
     helpers: Vec<GroupThread<Arc<Work>>>,
     /// A call that its caller could not run, because the ranks' calls differ. It precedes all others.
     handed_back: Option<Arc<Work>>,
+    unfinished: UnfinishedCalls,
     cached_calls: CachedCalls,
     /// For calls on device memory; created by the first.
     device: Option<DeviceExecutor>,
@@ -58,6 +60,7 @@ impl Executor {
             worker,
             helpers,
             handed_back: None,
+            unfinished: UnfinishedCalls::default(),
             cached_calls: CachedCalls::default(),
             device: None,
             closed: false,
@@ -156,7 +159,10 @@ impl ExecutorGuard<'_> {
         input: impl FnOnce() -> Option<SmallCallInput<'v>>,
         since: Option<Instant>,
     ) -> Option<Result<Option<SmallCallRemainder>>> {
-        let ExecutorState { worker, cached_calls, .. } = &mut *self.state;
+        let ExecutorState { worker, cached_calls, unfinished, .. } = &mut *self.state;
+        if !unfinished.allow_any() {
+            return None;
+        }
         let Worker { shared, channel, .. } = worker;
         let started = guard(|| {
             Ok(cached_calls.start(channel, words, input).map(|started| match started {
@@ -176,20 +182,34 @@ impl ExecutorGuard<'_> {
     /// Runs `work` on this thread, starting after `posted`, if given. Returns false if it left the call in the
     /// executor, for the lead thread.
     pub fn run(mut self, work: &Arc<Work>, posted: Option<PostedCall>) -> bool {
+        let work = &match self.state.wait_for_turn(work) {
+            Ok(work) => work,
+            Err(error) => {
+                drop(self);
+                work.finish(Err(error));
+                return true;
+            }
+        };
+        let state = &mut *self.state;
         let first = match posted {
-            None => self.state.run_first_chunk(work, true),
+            None => state.run_first_chunk(work, true),
             Some(posted) => {
                 work.record.start(true);
-                self.state
+                state
                     .worker
                     .run_checked(work, |channel, work, wait_ctx| channel.finish_posted(&work.call, posted, wait_ctx))
             }
         };
+        let rest = || {
+            state.cache_call(work);
+            Ok(state.run_matched(work))
+        };
         let (work, result) = match first {
-            Ok(true) => {
-                self.state.cache_call(work);
-                self.state.run_matched(work)
-            }
+            // A defect must not leave the other ranks without this one.
+            Ok(true) => guard(rest).unwrap_or_else(|error| {
+                self.state.worker.shared.fail(&error);
+                (Arc::clone(work), Err(error))
+            }),
             Ok(false) => {
                 self.state.handed_back = Some(Arc::clone(work));
                 self.executor.enqueue();
@@ -210,18 +230,26 @@ impl ExecutorState {
         self.worker.channel.set_waiter(Waiter::Thread);
         if let Some(work) = self.handed_back.take() {
             queue.calls.push_front(work);
-            return self.worker.reconcile(queue, None, OtherGroups::new(&self.worker.shared));
+            return self.reconcile(queue);
         }
         // The queue item may already have been handled.
         let joins_stalled = mem::take(&mut queue.joins_stalled);
         let Some(work) = queue.calls.front().cloned() else {
             return if joins_stalled { self.join_stalled(queue) } else { None };
         };
+        let work = match self.wait_for_turn(&work) {
+            Ok(work) => work,
+            Err(error) => {
+                queue.calls.pop_front();
+                return Some((work, Err(error)));
+            }
+        };
+        queue.calls[0] = Arc::clone(&work);
         if self.worker.shared.several_hosts && can_be_concurrent(&work) {
-            return match self.worker.run_concurrent(queue, finish) {
+            return match self.worker.run_concurrent(queue, &mut self.unfinished, finish) {
                 Ok(Some(last)) => Some((last, Ok(()))),
                 Err(_) => None,
-                Ok(None) => self.worker.reconcile(queue, None, OtherGroups::new(&self.worker.shared)),
+                Ok(None) => self.reconcile(queue),
             };
         }
         match self.run_first_chunk(&work, queue.idle) {
@@ -230,12 +258,24 @@ impl ExecutorState {
                 queue.calls.pop_front();
                 Some(ended)
             }
-            Ok(false) => self.worker.reconcile(queue, None, OtherGroups::new(&self.worker.shared)),
+            Ok(false) => self.reconcile(queue),
             Err(error) => {
                 queue.calls.pop_front();
                 Some((work, Err(error)))
             }
         }
+    }
+
+    /// Waits until the calls before `work` allow it to start; returns it, or what replaces it.
+    fn wait_for_turn(&mut self, work: &Arc<Work>) -> Result<Arc<Work>> {
+        // The other ranks make the call.
+        self.unfinished.wait_for_turn(work).inspect_err(|error| self.worker.shared.fail(error))
+    }
+
+    /// Reconciles the calls of `queue` with those of the other ranks.
+    fn reconcile(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Work>, Result<()>)> {
+        let other_groups = OtherGroups::new(&self.worker.shared);
+        self.worker.reconcile(queue, &mut self.unfinished, None, other_groups)
     }
 
     /// Takes part without a call in the round in which other ranks are stalled, and in the reconciliation that follows.
@@ -248,7 +288,7 @@ impl ExecutorState {
         let call = Call::absent(shared.config.clone());
         let absent = call.map(|call| Arc::new(Work::absent(call, Arc::clone(&shared.recorder))));
         let ended = match absent.and_then(|absent| Ok((self.run_first_chunk(&absent, true)?, absent))) {
-            Ok((false, absent)) => self.worker.reconcile(queue, Some(&absent), other_groups),
+            Ok((false, absent)) => self.worker.reconcile(queue, &mut self.unfinished, Some(&absent), other_groups),
             // The other ranks had no call either, or the group has failed or is closing.
             Ok((true, _)) | Err(_) => None,
         };
@@ -286,11 +326,18 @@ impl ExecutorState {
             Some(_) => DeviceExecutor::run(device, worker, work),
         };
         match enqueued {
-            Ok(true) => (Arc::clone(work), Ok(())),
+            Ok(true) => {
+                self.unfinished.add(&work.call, work);
+                (Arc::clone(work), Ok(()))
+            }
             Ok(false) if work.call.producer().is_none() || work.call.op.runs_in_device_chunks() => {
                 (Arc::clone(work), self.run_chunks(work))
             }
-            Ok(false) => self.run_on_host(work),
+            Ok(false) => {
+                let (copied, result) = self.run_on_host(work);
+                self.unfinished.add(&work.call, &copied);
+                (copied, result)
+            }
             Err(error) => (Arc::clone(work), Err(error)),
         }
     }
@@ -316,7 +363,7 @@ impl ExecutorState {
 
     /// Runs the chunks that are left of a call on host memory, or all of one on device memory.
     fn run_chunks(&mut self, work: &Arc<Work>) -> Result<()> {
-        let ExecutorState { worker, helpers, .. } = self;
+        let ExecutorState { worker, helpers, unfinished, .. } = self;
         let chunks = if work.call.producer().is_none() {
             let plan = worker.channel.plan();
             work.set_plan(plan);
@@ -330,6 +377,9 @@ impl ExecutorState {
         // Helper h takes the chunks h, h + channels, ...
         let num_helpers = (work.call.channels() - 1).min(chunks - 1);
         work.add_parts(num_helpers);
+        if num_helpers > 0 || work.call.producer().is_some() {
+            unfinished.add(&work.call, work);
+        }
         for helper in &helpers[..num_helpers] {
             if let Err((work, reason)) = helper.send(Arc::clone(work)) {
                 let error = reason.unwrap_or_else(|| worker.shared.ended());

@@ -3,18 +3,57 @@
 //! Thread rule: any thread may use a [`CallHandle`], and several may wait.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use super::work::{OnComplete, SIGNAL_POLL};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, guard};
 use crate::lock::lock;
+use crate::log::log_line;
 use crate::signals;
 
 /// The state of a call for its handles.
 #[derive(Default)]
 struct CallState {
-    result: Mutex<Option<Result<()>>>,
+    progress: Mutex<Progress>,
     ended: Condvar,
+}
+
+#[derive(Default)]
+enum Progress {
+    #[default]
+    Running,
+    /// The callback runs on this thread, which alone sees the result.
+    Completing(ThreadId, Result<()>),
+    Ended(Result<()>),
+}
+
+impl Progress {
+    fn result(&self) -> Option<&Result<()>> {
+        match self {
+            Progress::Running => None,
+            Progress::Completing(thread, result) => (*thread == thread::current().id()).then_some(result),
+            Progress::Ended(result) => Some(result),
+        }
+    }
+}
+
+impl CallState {
+    fn end(&self, result: Result<()>) {
+        *lock(&self.progress) = Progress::Ended(result);
+        self.ended.notify_all();
+    }
+}
+
+/// A call that has not ended. Dropping it is an error of the call.
+struct Running(Arc<CallState>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !matches!(*lock(&self.0.progress), Progress::Ended(_)) {
+            self.0.end(Err(Error::Internal("a call was dropped without an outcome".into())));
+        }
+    }
 }
 
 /// A handle on a submitted call. Dropping it does not affect the call.
@@ -22,16 +61,23 @@ struct CallState {
 pub struct CallHandle(Arc<CallState>);
 
 impl CallHandle {
-    /// A handle, and the callback that ends the call. `then` gets the result, after the handle has it, on the thread
-    /// that completes the call. It must not block, and may submit further calls.
+    /// A handle, and the callback that ends the call. `then` gets the result on the thread that completes the call. Other
+    /// threads see it after `then` has returned: they may free what it uses. It must not block, and may submit further
+    /// calls.
     pub fn new(then: Option<OnComplete>) -> (CallHandle, OnComplete) {
         let handle = CallHandle::default();
-        let state = Arc::clone(&handle.0);
+        let running = Running(Arc::clone(&handle.0));
         let done = move |result: Result<()>| {
-            *lock(&state.result) = Some(result.clone());
-            state.ended.notify_all();
-            if let Some(then) = then {
-                then(result);
+            let state = &running.0;
+            let Some(then) = then else { return state.end(result) };
+            *lock(&state.progress) = Progress::Completing(thread::current().id(), result.clone());
+            let called = guard(|| {
+                then(result.clone());
+                Ok(())
+            });
+            state.end(result);
+            if let Err(error) = called {
+                log_line(&format!("the callback of a call failed: {error}"));
             }
         };
         (handle, Box::new(done))
@@ -39,7 +85,7 @@ impl CallHandle {
 
     /// The result, if the call has ended. Does not block.
     pub fn test(&self) -> Option<Result<()>> {
-        lock(&self.0.result).clone()
+        lock(&self.0.progress).result().cloned()
     }
 
     /// Waits for the result. The call goes on if `timeout` passes first; `None` waits until the call ends, which its own
@@ -49,9 +95,9 @@ impl CallHandle {
     /// The error of the call; [`Error::Timeout`] if `timeout` has passed.
     pub fn wait(&self, timeout: Option<Duration>, interrupt: impl Fn()) -> Result<()> {
         let since = Instant::now();
-        let mut result = lock(&self.0.result);
+        let mut progress = lock(&self.0.progress);
         loop {
-            if let Some(result) = &*result {
+            if let Some(result) = progress.result() {
                 return result.clone();
             }
             let left = timeout.map_or(SIGNAL_POLL, |timeout| timeout.saturating_sub(since.elapsed()));
@@ -60,11 +106,11 @@ impl CallHandle {
                 return Err(Error::Timeout(format!("the call has not ended after {seconds:.1} s; it goes on")));
             }
             let ended = &self.0.ended;
-            result = ended.wait_timeout(result, left.min(SIGNAL_POLL)).unwrap_or_else(PoisonError::into_inner).0;
-            if result.is_none() && signals::interrupted() {
-                drop(result);
+            progress = ended.wait_timeout(progress, left.min(SIGNAL_POLL)).unwrap_or_else(PoisonError::into_inner).0;
+            if progress.result().is_none() && signals::interrupted() {
+                drop(progress);
                 interrupt();
-                result = lock(&self.0.result);
+                progress = lock(&self.0.progress);
             }
         }
     }
@@ -72,6 +118,7 @@ impl CallHandle {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc::channel;
 
     use super::*;
@@ -91,5 +138,34 @@ mod tests {
         });
         assert_eq!(handle.test(), Some(Err(Error::Invalid("no".into()))));
         assert_eq!(receiver.iter().count(), 1);
+        let (dropped, done) = CallHandle::new(None);
+        drop(done);
+        assert!(matches!(dropped.test(), Some(Err(Error::Internal(_)))));
+    }
+
+    #[test]
+    fn the_callback_sees_the_result_before_others_do() {
+        let seen = Arc::new(AtomicBool::new(false));
+        let own = Arc::new(Mutex::new(None::<CallHandle>));
+        let (inside, sees) = (Arc::clone(&own), Arc::clone(&seen));
+        let (handle, done) = CallHandle::new(Some(Box::new(move |_| {
+            let handle = inside.lock().unwrap().clone().unwrap();
+            assert_eq!(handle.test(), Some(Ok(())));
+            assert_eq!(handle.wait(None, || {}), Ok(()));
+            std::thread::scope(|scope| scope.spawn(|| assert_eq!(handle.test(), None)).join().unwrap());
+            std::thread::sleep(Duration::from_millis(20));
+            sees.store(true, Ordering::SeqCst);
+            panic!("a callback that fails");
+        })));
+        *own.lock().unwrap() = Some(handle.clone());
+        std::thread::scope(|scope| {
+            let wait = scope.spawn(|| {
+                handle.wait(None, || {}).unwrap();
+                assert!(seen.load(Ordering::SeqCst));
+            });
+            done(Ok(()));
+            wait.join().unwrap();
+        });
+        assert_eq!(handle.test(), Some(Ok(())));
     }
 }

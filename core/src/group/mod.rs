@@ -4,6 +4,7 @@
 //! chunk checks that all ranks have the same call. Only then do the helpers get the other chunks, so they see the calls
 //! in the same order on all ranks. Between hosts short calls are under way together (`concurrent_calls`). Ranks with differing
 //! calls reconcile them ([`crate::collective::matching`]). The thread that finishes a call's last part completes it.
+//! A call on memory of a call before it starts after that one has ended (`unfinished`).
 //!
 //! A failure that leaves the ranks out of sync (a deadline, a lost peer) ends the group: all pending and later calls
 //! get that first error.
@@ -22,6 +23,7 @@ mod handle;
 mod join;
 mod join_state;
 mod lifecycle;
+mod memory_use;
 mod messenger;
 mod other_groups;
 mod point_to_point;
@@ -34,6 +36,7 @@ mod state;
 mod stats;
 mod submit;
 mod thread;
+mod unfinished;
 mod work;
 mod worker;
 

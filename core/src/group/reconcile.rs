@@ -7,9 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use super::memory_use::MemoryUse;
 use super::other_groups::OtherGroups;
 use super::queue::Queue;
 use super::state::GroupState;
+use super::unfinished::UnfinishedCalls;
 use super::work::{Role, Work};
 use super::worker::Worker;
 use crate::buffer::{Buffer, Tensor};
@@ -29,11 +31,12 @@ impl Worker {
     pub fn reconcile(
         &mut self,
         queue: &mut Queue<'_>,
+        unfinished: &mut UnfinishedCalls,
         absent: Option<&Arc<Work>>,
         other_groups: OtherGroups,
     ) -> Option<(Arc<Work>, Result<()>)> {
         self.shared.is_reconciling.store(true, Ordering::Release);
-        let ended = self.run_rounds(queue, absent, other_groups);
+        let ended = self.run_rounds(queue, unfinished, absent, other_groups);
         self.shared.is_reconciling.store(false, Ordering::Release);
         if let Some((_, Err(Error::Mismatch(_)))) = &ended {
             self.shared.process_groups.settle(&*self.shared);
@@ -44,6 +47,7 @@ impl Worker {
     fn run_rounds(
         &mut self,
         queue: &mut Queue<'_>,
+        unfinished: &mut UnfinishedCalls,
         absent: Option<&Arc<Work>>,
         mut other_groups: OtherGroups,
     ) -> Option<(Arc<Work>, Result<()>)> {
@@ -74,7 +78,7 @@ impl Worker {
                     queue.reorder(&order);
                     return None;
                 }
-                Ok(Reconciliation::StandIn(signature)) => return self.stand_in(queue, &head, signature),
+                Ok(Reconciliation::StandIn(signature)) => return self.stand_in(queue, unfinished, &head, signature),
                 Ok(Reconciliation::Fail(positions)) => {
                     return self.fail_call(queue, &head, positions[self.rank], &other_groups);
                 }
@@ -103,7 +107,13 @@ impl Worker {
 
     /// Moves the call with `signature` to the front; a rank that has joined makes it, with zeros. A call on device memory
     /// then runs on copies in host memory.
-    fn stand_in(&mut self, queue: &mut Queue<'_>, head: &Arc<Work>, signature: u64) -> Option<(Arc<Work>, Result<()>)> {
+    fn stand_in(
+        &mut self,
+        queue: &mut Queue<'_>,
+        unfinished: &mut UnfinishedCalls,
+        head: &Arc<Work>,
+        signature: u64,
+    ) -> Option<(Arc<Work>, Result<()>)> {
         let joined = match &head.role {
             Role::Join(state) => Some(state),
             _ => None,
@@ -119,7 +129,7 @@ impl Worker {
                 let first = queue.calls.pop_front()?;
                 let on_host = match first.call.producer() {
                     None => Ok(Arc::clone(&first)),
-                    Some(_) => self.copy_to_host(&first),
+                    Some(_) => unfinished.wait_for_turn(&first).and_then(|first| self.copy_to_host(&first)),
                 };
                 return match on_host {
                     Ok(work) => {
@@ -158,7 +168,13 @@ impl Worker {
                 .after
                 .map_or(shared.settings.match_timeout, |timeout| shared.settings.match_timeout.min(timeout / 3))
         };
-        let pending = |work: &Arc<Work>| PendingCall {
+        let mut before = MemoryUse::default();
+        let mut stays_behind = |call: &Call| {
+            let conflicts = before.conflicts_with(call);
+            before.add(call);
+            conflicts
+        };
+        let mut pending = |work: &Arc<Work>| PendingCall {
             signature: work.call.signature,
             by_pairs: by_pairs(work, shared).map_or(0, |call| call.signature),
             key: work.call.key(),
@@ -173,6 +189,7 @@ impl Worker {
                 unmatched if unmatched > match_timeout(work) / EARLY_DIVISOR => Age::Conflicting,
                 _ => Age::New,
             },
+            stays_behind: stays_behind(&work.call),
         };
         let quiet = queue.calls.front().is_some_and(|head| {
             let unchanged = queue.arrived.max(head.unmatched_since()).elapsed();
@@ -189,7 +206,7 @@ impl Worker {
             Some(_) if quiet && shared.process_groups.all_blocked(shared.stall_check_after) => Outlook::Settled,
             Some(_) => other_groups.unsettled(),
         };
-        PendingCalls { calls: queue.calls.iter().map(pending).collect(), outlook, quiet }
+        PendingCalls { calls: queue.calls.iter().map(&mut pending).collect(), outlook, quiet }
     }
 
     /// Fails the call at `position`; without one, only takes part in the report about the calls of others.

@@ -1,7 +1,7 @@
 //! A call from submission to completion.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use oneshot::RecvTimeoutError;
@@ -121,6 +121,9 @@ pub(super) struct Work {
     recorder: Arc<Recorder>,
     parts: AtomicUsize,
     outcome: Mutex<(Option<OnComplete>, Result<()>)>,
+    /// Whether the call has ended, its completion too.
+    ended: Mutex<bool>,
+    ends: Condvar,
 }
 
 impl Work {
@@ -144,6 +147,8 @@ impl Work {
             recorder,
             parts: AtomicUsize::new(1),
             outcome: Mutex::new((Some(on_complete), Ok(()))),
+            ended: Mutex::new(false),
+            ends: Condvar::new(),
         }
     }
 
@@ -164,6 +169,17 @@ impl Work {
         self.replaced(call, Role::Copied(ready), on_complete)
     }
 
+    /// This work, a call on device memory, after all that its caller has enqueued until now. Nobody uses the old one any
+    /// more.
+    ///
+    /// # Errors
+    /// [`Error::System`] of the GPU's driver.
+    pub fn again_on_stream(&self) -> Result<Work> {
+        // Copies that were made early have the old data.
+        drop(self.take_host_copy());
+        self.call.again_on_stream().map(|call| self.with_call(call))
+    }
+
     fn replaced(&self, call: Call, role: Role, on_complete: Option<OnComplete>) -> Work {
         Work {
             call,
@@ -177,6 +193,8 @@ impl Work {
             recorder: Arc::clone(&self.recorder),
             parts: AtomicUsize::new(1),
             outcome: Mutex::new((on_complete, Ok(()))),
+            ended: Mutex::new(false),
+            ends: Condvar::new(),
         }
     }
 
@@ -252,7 +270,20 @@ impl Work {
             if let Err(error) = completed {
                 log_line(&format!("the completion of {} failed: {error}", self.call.full_name()));
             }
+            *lock(&self.ended) = true;
+            self.ends.notify_all();
         }
+    }
+
+    /// Whether the call has ended, its completion too.
+    pub fn has_ended(&self) -> bool {
+        *lock(&self.ended)
+    }
+
+    /// Waits until it has. Only for calls whose parts other threads run.
+    pub fn wait_until_ended(&self) {
+        let ended = lock(&self.ended);
+        drop(self.ends.wait_while(ended, |ended| !*ended).unwrap_or_else(PoisonError::into_inner));
     }
 }
 

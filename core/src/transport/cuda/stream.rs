@@ -208,6 +208,16 @@ impl CallerStream {
         Ok(CallerStream { context, stream: device.stream, blocks_host: device.block_host, ready_event })
     }
 
+    /// The same stream, at its present point.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn again(&self) -> Result<CallerStream> {
+        let _guard = self.context.push()?;
+        let ready_event = record(&self.context, self.stream as sys::CUstream)?;
+        Ok(CallerStream { context: Arc::clone(&self.context), ready_event, ..*self })
+    }
+
     /// The context.
     pub fn context(&self) -> &Arc<Context> {
         &self.context
