@@ -1,4 +1,4 @@
-//! CLOCK_MONOTONIC as integers: all processes of a host share this clock.
+//! CLOCK_MONOTONIC: all processes of a host share this clock.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -18,6 +18,13 @@ pub fn monotonic(moment: Instant) -> i64 {
     let (origin, at) = origin();
     let signed = |duration: Duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX);
     signed(at) + signed(moment.saturating_duration_since(origin)) - signed(origin.saturating_duration_since(moment))
+}
+
+/// The time since some point before this process, to some milliseconds; cheaper than an `Instant`.
+#[inline]
+pub fn coarse_now() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
+    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
 }
 
 #[cfg(test)]

@@ -7,8 +7,10 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dl_comm_core::buffer::Buffer;
+use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Error;
-use dl_comm_core::p2p::{Message, Spans, Status, Then, Transfer};
+use dl_comm_core::p2p::{Message, Scope, Spans, Status, Then, Transfer};
 use dl_comm_core::transport::mailbox::ring::CELL_BYTES;
 use proptest::prelude::*;
 
@@ -258,6 +260,181 @@ fn a_lost_rank_fails_what_waits_for_it() {
     ranks[2].endpoint.close().unwrap();
     let error = any.wait(None).unwrap_err();
     assert!(error.to_string().contains("in the receive (any tag) from any rank in group 7"), "{error}");
+}
+
+#[test]
+fn a_send_to_a_rank_that_has_ended_fails_whatever_its_length() {
+    for len in [0, 10, 100_000] {
+        let lost = Lost(Arc::new((0..2).map(|_| AtomicBool::new(false)).collect()));
+        let ranks = world_with(2, false, &lost);
+        lost.0[1].store(true, Ordering::Relaxed);
+        let data = bytes(0, len);
+        // SAFETY: the data lives until the call has ended.
+        let error =
+            unsafe { ranks[0].endpoint.send_now(&ranks[0].message(Some(1), Some(4)), spans(&data)) }.unwrap_err();
+        assert!(matches!(&error, Error::PeerLost(text) if text.contains("rank 1 has ended")), "{error}");
+        let ranks = world(2, false);
+        ranks[1].endpoint.close().unwrap();
+        // SAFETY: as above.
+        let error =
+            unsafe { ranks[0].endpoint.send_now(&ranks[0].message(Some(1), Some(4)), spans(&data)) }.unwrap_err();
+        assert!(matches!(&error, Error::PeerLost(text) if text.contains("rank 1 has called finalize")), "{error}");
+    }
+}
+
+/// The memory of tensors with `len` elements each.
+fn spans_of(tensors: &mut [(DType, Vec<u64>)], sends: bool) -> Spans {
+    let mut spans = Spans::default();
+    for (dtype, data) in tensors {
+        let buffer = Buffer::in_place(data.as_mut_ptr().cast(), data.len() * 8 / dtype.size(), *dtype);
+        spans.add_buffer(&buffer, sends).unwrap();
+    }
+    spans
+}
+
+#[test]
+fn the_element_types_of_a_message_are_compared() {
+    use DType::{F32, F64, I32, I64};
+    for len in [0, 1, 100, 100_000] {
+        for posted in [false, true] {
+            for (sent, expected) in [
+                (&[I64][..], &[F64][..]),
+                (&[I32], &[F32]),
+                (&[F32, I64], &[F32, F64]),
+                (&[F32, I64], &[I64, F32]),
+                (&[F32], &[F32, I64]),
+                (&[F32, F32], &[F32]),
+                (&[F32, I64, F32], &[F32, I64, F32]),
+            ] {
+                let ranks = world(2, false);
+                let tensors = |types: &[DType], of: usize, value: u64| -> Vec<(DType, Vec<u64>)> {
+                    types.iter().map(|&dtype| (dtype, vec![value; of / types.len()])).collect()
+                };
+                let all = len * 6;
+                let (mut data, mut memory) = (tensors(sent, all, 7), tensors(expected, all, 0));
+                let matches = len == 0 || sent == expected || (sent.len(), expected.len()) == (2, 1);
+                let start = |data: &mut Vec<(DType, Vec<u64>)>| {
+                    let message = ranks[0].message(Some(1), Some(2));
+                    // SAFETY: the data lives until the call has ended.
+                    unsafe { Transfer::send(&ranks[0].endpoint, &message, spans_of(data, true), None) }.unwrap()
+                };
+                let early = (!posted).then(|| start(&mut data));
+                let message = ranks[1].message(Some(0), Some(2));
+                let into = spans_of(&mut memory, false);
+                // SAFETY: as above.
+                let receive = unsafe { Transfer::receive(&ranks[1].endpoint, &message, into, None) }.unwrap();
+                let send = early.unwrap_or_else(|| start(&mut data));
+                match receive.wait(None) {
+                    Ok(status) => assert!(matches && status.bytes == all * 8, "{sent:?} {expected:?}"),
+                    Err(Error::Mismatch(text)) => {
+                        assert!(!matches && text.contains("and the message has"), "{sent:?} {expected:?}: {text}");
+                        assert!(memory.iter().all(|(_, data)| data.iter().all(|&value| value == 0)));
+                    }
+                    Err(error) => panic!("{error}"),
+                }
+                send.wait(None).unwrap();
+                // The next message is another one.
+                ranks[0].send(1, 2, &[5; 3]);
+                let mut next = [0; 3];
+                ranks[1].receive(Some(0), Some(2), &mut next).unwrap();
+                assert_eq!(next, [5; 3]);
+            }
+        }
+    }
+}
+
+/// A bug in a callback is not that of the thread that completes a message.
+#[test]
+fn a_callback_that_panics_disturbs_nobody() {
+    let ranks = world(2, false);
+    for len in [100, 100_000] {
+        let (data, mut first, mut second) = (bytes(1, len), vec![0; len], vec![0; len]);
+        let message = ranks[0].message(Some(1), Some(1));
+        let bug: Then = Box::new(|_| panic!("a bug"));
+        // SAFETY: the memory lives until the receive has ended.
+        let receive = unsafe { Transfer::receive(&ranks[0].endpoint, &message, spans_mut(&mut first), Some(bug)) };
+        let send = ranks[1].start_send(0, 1, &data);
+        assert_eq!(receive.unwrap().wait(Some(Duration::from_secs(20))).unwrap().bytes, len);
+        send.wait(None).unwrap();
+        let send = ranks[1].start_send(0, 2, &data);
+        ranks[0].receive(Some(1), Some(2), &mut second).unwrap();
+        send.wait(None).unwrap();
+        assert_eq!((first, second), (data.clone(), data));
+    }
+}
+
+#[test]
+fn who_has_seen_a_result_may_free_what_its_callback_uses() {
+    let ranks = world(2, false);
+    let (called, data, mut memory) = (Arc::new(AtomicBool::new(false)), bytes(1, 10), vec![0; 10]);
+    let sets = Arc::clone(&called);
+    let message = ranks[0].message(Some(1), Some(1));
+    let slow: Then = Box::new(move |_| {
+        thread::sleep(Duration::from_millis(100));
+        sets.store(true, Ordering::SeqCst);
+    });
+    // SAFETY: the memory lives until the receive has ended.
+    let receive =
+        unsafe { Transfer::receive(&ranks[0].endpoint, &message, spans_mut(&mut memory), Some(slow)) }.unwrap();
+    thread::scope(|scope| {
+        let waits = [(); 2].map(|()| {
+            scope.spawn(|| {
+                receive.wait(None).unwrap();
+                assert!(called.load(Ordering::SeqCst));
+            })
+        });
+        ranks[1].send(0, 1, &data);
+        waits.into_iter().for_each(|wait| wait.join().unwrap());
+    });
+}
+
+/// A scope whose failure cannot be asked for: a bug under the lock of the endpoint.
+struct Buggy(AtomicBool);
+
+impl Scope for Buggy {
+    fn context(&self) -> u64 {
+        99
+    }
+    fn name(&self) -> String {
+        "buggy".to_owned()
+    }
+    fn size(&self) -> usize {
+        2
+    }
+    fn to_world(&self, rank: usize) -> usize {
+        rank
+    }
+    fn of_world(&self, world: usize) -> Option<usize> {
+        Some(world)
+    }
+    fn has_failed(&self) -> bool {
+        false
+    }
+    fn failure(&self) -> Option<Error> {
+        assert!(!self.0.load(Ordering::SeqCst), "a bug");
+        None
+    }
+}
+
+#[test]
+fn a_panic_under_the_driver_ends_what_is_under_way() {
+    let ranks = world(2, false);
+    let scope = Arc::new(Buggy(AtomicBool::new(false)));
+    let routes = ranks[0].routes_of(&scope);
+    let (mut first, mut second) = (vec![0; 10], vec![0; 10]);
+    let buggy = Message { group: &routes, ..ranks[0].message(Some(1), Some(1)) };
+    // SAFETY: the memory lives until the receives have ended.
+    let receive = unsafe { Transfer::receive(&ranks[0].endpoint, &buggy, spans_mut(&mut first), None) }.unwrap();
+    let other = ranks[0].start_receive(Some(1), Some(2), &mut second);
+    scope.0.store(true, Ordering::SeqCst);
+    let ended = other.wait(Some(Duration::from_secs(20)));
+    scope.0.store(false, Ordering::SeqCst);
+    assert!(matches!(ended, Err(Error::Internal(_))), "{ended:?}");
+    let message = ranks[0].message(Some(1), Some(3));
+    // SAFETY: as above.
+    let later = unsafe { Transfer::receive(&ranks[0].endpoint, &message, spans_mut(&mut second), None) };
+    assert!(matches!(later.map(|_| ()), Err(Error::Internal(_))));
+    drop(receive);
 }
 
 #[test]

@@ -6,14 +6,15 @@
 //! caller wants to drive, and ends after a second without work.
 //! Thread rule: any thread.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{Builder, JoinHandle};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{self, Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::outgoing::Finished;
 use super::progress::{Short, ShortReceive, State};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, guard};
 use crate::lock::lock;
 use crate::log::log_line;
 use crate::transport::mailbox::header;
@@ -70,6 +71,8 @@ pub struct Shared {
     /// Polls before a sleep.
     spins: Spins,
     pub closed: AtomicBool,
+    /// After a panic.
+    broken: OnceLock<Error>,
 }
 
 #[derive(Default)]
@@ -77,6 +80,16 @@ struct Gate {
     thread: Option<JoinHandle<()>>,
     /// Whether the thread sleeps until it is woken.
     idle: bool,
+}
+
+/// The role of the driver, which its end gives back.
+struct Driver<'a>(&'a Shared);
+
+impl Drop for Driver<'_> {
+    fn drop(&mut self) {
+        self.0.driver.store(NOBODY, Ordering::Release);
+        self.0.wake_waiters();
+    }
 }
 
 impl Shared {
@@ -96,6 +109,7 @@ impl Shared {
             thread_changed: Condvar::new(),
             spins: Spins::new(max_spins),
             closed: AtomicBool::new(false),
+            broken: OnceLock::new(),
         }
     }
 
@@ -113,20 +127,58 @@ impl Shared {
         })
     }
 
+    /// Changes the state. A panic is that of the caller; what is under way then ends, because the state may be wrong.
+    #[inline]
+    fn change<T>(&self, state: &mut MutexGuard<'_, State>, change: impl FnOnce(&mut State) -> T) -> thread::Result<T> {
+        let changed = catch_unwind(AssertUnwindSafe(|| change(state)));
+        if changed.is_err() {
+            self.break_off(state);
+        }
+        changed
+    }
+
+    /// After a panic: ends all sends and receives, and accepts no more.
+    #[cold]
+    fn break_off(&self, state: &mut State) {
+        let error = Error::Internal("sends and receives ended because of a panic; please report its message".into());
+        let error = self.broken.get_or_init(|| error);
+        let ended = guard(|| {
+            state.check(Instant::now(), Some(error));
+            Ok(())
+        });
+        if let Err(second) = ended {
+            log_line(&format!("ending the sends and receives after a panic failed: {second}"));
+        }
+    }
+
+    /// The reason why no send or receive can start, if there is one.
+    pub fn broken(&self) -> Option<&Error> {
+        self.broken.get()
+    }
+
     /// Changes the state so that there are no results and the network has no more to do.
     #[inline]
     pub fn with_state<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
-        change(&mut self.lock_state())
+        let mut state = self.lock_state();
+        self.change(&mut state, change).unwrap_or_else(|panic| {
+            self.give_out(state);
+            resume_unwind(panic)
+        })
     }
 
     /// Changes the state, then gives out the results. `new`: sends and receives that `change` starts.
     pub fn with<T>(&self, new: usize, change: impl FnOnce(&mut State) -> T) -> T {
+        self.try_with(new, change).unwrap_or_else(|panic| resume_unwind(panic))
+    }
+
+    /// As [`Shared::with`], for the driver: a panic has no caller to whom it belongs.
+    fn try_with<T>(&self, new: usize, change: impl FnOnce(&mut State) -> T) -> thread::Result<T> {
         if new > 0 {
             self.pending.fetch_add(new, Ordering::SeqCst);
         }
         let mut state = self.lock_state();
         let awaited_network = state.awaits_network();
-        let result = change(&mut state);
+        let result = self.change(&mut state, change);
         let naps = state.awaits_network() && !awaited_network;
         if (self.give_out(state) || naps) && self.driver.load(Ordering::Relaxed) != NOBODY {
             // The driver may wait for one of the results, or sleep too long.
@@ -174,8 +226,14 @@ impl Shared {
             std::thread::yield_now();
         }
         let mut state = lock(&self.state);
-        let moved = state.look();
+        let moved = self.look(&mut state);
         self.give_out(state) || moved
+    }
+
+    /// Looks at what has come, for the driver.
+    fn look(&self, state: &mut MutexGuard<'_, State>) -> bool {
+        // After a panic there is something: what was under way has ended.
+        self.change(state, State::look).unwrap_or(true)
     }
 
     /// Receives a short message of local rank `from` that is there or, if the caller `waits`, comes soon, without a
@@ -192,7 +250,8 @@ impl Shared {
         let polls = if waits { self.spins.get(Waiter::Caller).min(SHORT_SPINS) } else { 1 };
         for _ in 0..polls {
             // SAFETY: guaranteed by the caller.
-            match unsafe { state.take_short(from, receive) } {
+            let found = self.change(&mut state, |state| unsafe { state.take_short(from, receive) });
+            match found.unwrap_or(Short::Other) {
                 Short::Taken { tag, bytes } => return Some((tag, bytes)),
                 Short::Other => return None,
                 Short::NotYet if self.wanting.load(Ordering::Relaxed) > 0 => return None,
@@ -204,10 +263,15 @@ impl Shared {
 
     /// Looks once, unless another thread drives.
     pub fn test(&self) {
-        if self.driver.compare_exchange(NOBODY, CALLER, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+        if let Some(_driver) = self.become_driver(CALLER) {
             self.poll();
-            self.leave();
         }
+    }
+
+    /// The role of the driver, if nobody has it.
+    fn become_driver(&self, who: u32) -> Option<Driver<'_>> {
+        let free = self.driver.compare_exchange(NOBODY, who, Ordering::Acquire, Ordering::Relaxed).is_ok();
+        free.then_some(Driver(self))
     }
 
     /// Polls and sleeps as `waiter` until `ended`; calls `check` about every 20 ms. For the driver.
@@ -262,7 +326,8 @@ impl Shared {
         let now = Instant::now();
         // The first time would be too early to find anything.
         if now.saturating_duration_since(*last.get_or_insert(now)) >= CHECK_EVERY {
-            self.with(0, |state| state.check(now, None));
+            // After a panic, whose message is on stderr, nothing is left to be checked.
+            let _checked = self.try_with(0, |state| state.check(now, None));
             check();
             *last = Some(now);
         }
@@ -274,9 +339,9 @@ impl Shared {
         let header = self.header();
         let (bell, cleared) = header.before_sleep(self.memory.ranks());
         let mut state = lock(&self.state);
-        let mut moved = state.look();
+        let mut moved = self.look(&mut state);
         for &rank in &cleared {
-            moved |= state.look_at(rank);
+            moved |= self.change(&mut state, |state| state.look_at(rank)).unwrap_or(true);
         }
         let naps = state.awaits_network();
         moved |= self.give_out(state);
@@ -293,18 +358,12 @@ impl Shared {
         naps && !moved
     }
 
-    /// Ends this thread's time as the driver.
-    fn leave(self: &Shared) {
-        self.driver.store(NOBODY, Ordering::Release);
-        self.wake_waiters();
-    }
-
     /// Waits until `ended`, and makes progress meanwhile if nobody else does. Calls `check` from time to time.
     pub fn wait(self: &Arc<Shared>, ended: &dyn Fn() -> bool, check: &dyn Fn()) {
         while !ended() {
-            if self.driver.compare_exchange(NOBODY, CALLER, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+            if let Some(driver) = self.become_driver(CALLER) {
                 self.drive(Waiter::Caller, ended, check);
-                self.leave();
+                drop(driver);
                 if self.waiters.load(Ordering::Relaxed) == 0 {
                     self.ensure_thread();
                 }
@@ -385,13 +444,10 @@ impl Shared {
             }
             drop(self.thread_changed.wait_timeout(gate, STANDBY).unwrap_or_else(PoisonError::into_inner));
             let wanted = self.has_work() && self.waiters.load(Ordering::Relaxed) == 0;
-            if !wanted || self.driver.compare_exchange(NOBODY, THREAD, Ordering::Acquire, Ordering::Relaxed).is_err() {
-                continue;
-            }
+            let Some(_driver) = wanted.then(|| self.become_driver(THREAD)).flatten() else { continue };
             let leaves =
                 || !self.has_work() || self.waiters.load(Ordering::Relaxed) > 0 || self.closed.load(Ordering::Relaxed);
             self.drive(Waiter::Thread, &leaves, &|| {});
-            self.leave();
         }
     }
 

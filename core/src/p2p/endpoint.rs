@@ -114,6 +114,9 @@ impl Endpoint {
         if self.shared.closed.load(Ordering::Relaxed) {
             return Err(closed());
         }
+        if let Some(error) = self.shared.broken() {
+            return Err(error.clone());
+        }
         if signals::checking() {
             return Err(Error::State("the signal check of dl_comm must not send or receive".into()));
         }
@@ -123,13 +126,14 @@ impl Endpoint {
 
     /// Where a send goes, and what its cell says.
     #[inline]
-    fn route(&self, message: &Message<'_>, len: usize) -> Result<Outbound> {
+    fn route(&self, message: &Message<'_>, from: &Spans) -> Result<Outbound> {
         self.check(message)?;
         let (Some(to), Some(tag)) = (message.peer, message.tag) else {
             return Err(Error::Invalid("a send needs a rank and a tag".into()));
         };
         let route = message.group.to(to, "send to")?;
-        let envelope = Envelope { context: message.group.context(), total: len as u64, tag, kind: 0 };
+        let (total, types) = (from.len() as u64, from.types().0);
+        let envelope = Envelope { context: message.group.context(), total, tag, kind: 0, types };
         Ok(Outbound { to, route, envelope })
     }
 
@@ -163,7 +167,7 @@ impl Endpoint {
     /// # Safety
     /// The memory of `from` is valid and not written until the send has ended.
     pub unsafe fn send(&self, message: &Message<'_>, from: Spans, then: Option<Then>) -> Result<Started> {
-        let sent = self.route(message, from.len())?;
+        let sent = self.route(message, &from)?;
         // SAFETY: guaranteed by the caller.
         if unsafe { self.send_at_once(message, &sent, &from) }? {
             if self.has_network {
@@ -255,7 +259,7 @@ impl Endpoint {
     /// # Safety
     /// The memory of `from` is valid.
     pub unsafe fn send_now(&self, message: &Message<'_>, from: Spans) -> Result<()> {
-        let sent = self.route(message, from.len())?;
+        let sent = self.route(message, &from)?;
         // SAFETY: guaranteed by the caller.
         if !unsafe { self.send_at_once(message, &sent, &from) }? {
             let request = Arc::new(Request::default());
@@ -305,7 +309,7 @@ impl Endpoint {
         (message, from): (&Message<'_>, Spans),
         (expected, into): (&Message<'_>, Spans),
     ) -> Result<Status> {
-        let sent = self.route(message, from.len())?;
+        let sent = self.route(message, &from)?;
         self.check_receive(expected)?;
         // SAFETY: guaranteed by the caller.
         if unsafe { self.send_at_once(message, &sent, &from) }? {

@@ -8,7 +8,7 @@ use super::message::{Limits, Spans, Status};
 use super::outgoing::{Finished, Send};
 use super::request::Request;
 use crate::error::{Error, Result};
-use crate::transport::mailbox::ring::{LongEnvelope, LongState};
+use crate::transport::mailbox::ring::{Envelope, LongEnvelope, LongState};
 use crate::transport::mailbox::{Mailbox, process_memory};
 
 /// Bytes that are copied at a time under the lock.
@@ -30,7 +30,7 @@ pub struct Receive {
 
 /// A message without a receive.
 pub struct Early {
-    pub total: usize,
+    pub envelope: Envelope,
     pub body: Body,
 }
 

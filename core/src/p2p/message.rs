@@ -8,6 +8,7 @@ use smallvec::SmallVec;
 
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
+use crate::dtype::DType;
 use crate::error::{Error, Result as CoreResult};
 use crate::stream_copy::stream_copy;
 
@@ -75,6 +76,40 @@ impl Limits {
     }
 }
 
+/// The element types of a message in two bytes, of which the receiver compares them: 0 for bytes of any type, 1 and the
+/// code of the type of all elements, or a hash of the types one after the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Types(pub u16);
+
+impl Types {
+    /// In the hashes of several types.
+    const SEVERAL: u16 = 1 << 15;
+
+    /// These types, and then elements of another one.
+    fn then(self, dtype: DType) -> Types {
+        let code = dtype as u16 + 1;
+        match self.0 {
+            0 => Types(code),
+            before => Types(before.rotate_left(5).wrapping_add(code).wrapping_mul(0x9e37) | Types::SEVERAL),
+        }
+    }
+
+    /// Whether a message of these types fits a receive of those of `expected`.
+    #[inline]
+    pub fn fit(self, expected: Types) -> bool {
+        self == expected || self.0 == 0 || expected.0 == 0
+    }
+
+    /// For messages.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            0 => "no elements",
+            code if code & Types::SEVERAL != 0 => "elements of several types",
+            code => DType::ALL.get(usize::from(code) - 1).map_or("elements of an unknown type", |dtype| dtype.name()),
+        }
+    }
+}
+
 /// Memory of this process.
 #[derive(Debug, Clone, Copy)]
 struct Span {
@@ -87,6 +122,8 @@ struct Span {
 pub struct Spans {
     spans: SmallVec<[Span; 1]>,
     len: usize,
+    types: Types,
+    last: Option<DType>,
 }
 
 // SAFETY: only addresses; whoever starts a send or receive keeps the memory valid until it has ended.
@@ -105,6 +142,10 @@ impl Spans {
             buffer.check_destination_of(buffer.len())?;
         }
         let start = if sends { buffer.source_at(0).cast_mut() } else { buffer.dst() };
+        if !buffer.is_empty() && self.last != Some(buffer.dtype()) {
+            self.types = self.types.then(buffer.dtype());
+            self.last = Some(buffer.dtype());
+        }
         self.add(start, buffer.len() * buffer.dtype().size())
     }
 
@@ -122,6 +163,12 @@ impl Spans {
             self.spans.push(Span { start, len });
         }
         Ok(())
+    }
+
+    /// The types of the elements.
+    #[inline]
+    pub fn types(&self) -> Types {
+        self.types
     }
 
     /// The number of bytes.

@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 
 use super::incoming::{Body, Early, IncomingFrom, Receive, change};
 use super::matching::{Matching, Pattern};
-use super::message::{Limits, Spans, Status};
+use super::message::{Limits, Spans, Status, Types};
 use super::outgoing::{Finished, Outgoing, Send, send_short};
 use super::remote::{Arrival, Remote};
 use super::request::Request;
+use crate::clock::coarse_now;
 use crate::error::{Error, Result};
 use crate::transport::mailbox::ring::{Arrived, CELL_BYTES, Envelope, LONG, LongEnvelope, LongState};
 use crate::transport::mailbox::{Mailbox, has_departed};
@@ -25,6 +26,12 @@ const MAX_GREETED: usize = 64;
 /// After this time a receive makes itself known to the ranks of other hosts that it waits for. Not sooner: if one has just
 /// ended, the failure detector should know that first, since the network may not survive the message.
 const GREET_AFTER: Duration = Duration::from_secs(1);
+
+/// Short sends check whether the receiver lives at most so often.
+const CHECK_LIFE_AFTER: Duration = Duration::from_millis(20);
+
+/// What is said of a rank that sends no more.
+const DEPARTED: &str = "has called finalize";
 
 /// The ranks that an endpoint can name.
 pub struct Peers {
@@ -84,6 +91,8 @@ pub struct State {
     incoming: Vec<IncomingFrom>,
     /// Ranks from which something is being copied.
     copying: Vec<usize>,
+    /// When short sends last checked whether each rank lives.
+    checked: Vec<Duration>,
     /// Results to be given out once the lock is free.
     pub finished: Finished,
 }
@@ -102,6 +111,7 @@ impl State {
             outgoing: (0..ranks).map(|_| Outgoing::default()).collect(),
             incoming: (0..ranks).map(|_| IncomingFrom::default()).collect(),
             copying: Vec::new(),
+            checked: vec![Duration::ZERO; ranks],
             finished: Vec::new(),
         }
     }
@@ -116,7 +126,34 @@ impl State {
     #[inline]
     pub unsafe fn send_short(&mut self, to: usize, envelope: Envelope, from: &Spans) -> Result<bool> {
         // SAFETY: guaranteed by the caller.
-        Ok(!self.outgoing[to].has_queue() && unsafe { send_short(&mut self.mailbox, to, envelope, from) }?)
+        Ok(!self.is_gone(to)
+            && !self.outgoing[to].has_queue()
+            && unsafe { send_short(&mut self.mailbox, to, envelope, from) }?)
+    }
+
+    /// Whether a rank of the host has ended, as far as a short send can find out: it must not take long.
+    #[inline]
+    fn is_gone(&mut self, rank: usize) -> bool {
+        if has_departed(&**self.mailbox.memory(), rank) {
+            return true;
+        }
+        let now = coarse_now();
+        if now.saturating_sub(self.checked[rank]) < CHECK_LIFE_AFTER {
+            return false;
+        }
+        let is_gone = self.peers.liveness.lost(rank).is_some();
+        if !is_gone {
+            self.checked[rank] = now;
+        }
+        is_gone
+    }
+
+    /// How a rank of the host has ended, if it has.
+    fn gone(&self, rank: usize) -> Option<String> {
+        if has_departed(&**self.mailbox.memory(), rank) {
+            return Some(DEPARTED.to_owned());
+        }
+        self.peers.liveness.lost(rank)
     }
 
     /// Starts a send.
@@ -124,14 +161,26 @@ impl State {
         if to == self.me {
             return self.send_to_self(send);
         }
+        if self.is_gone(to)
+            && let Some(how) = self.gone(to)
+        {
+            return self.send_to_gone(self.peers.world[to], &how, send);
+        }
         self.outgoing[to].push(send);
         self.outgoing[to].advance(&mut self.mailbox, to, &mut self.finished);
     }
 
+    /// Fails a send to rank `world` of the job.
+    pub(super) fn send_to_gone(&mut self, world: usize, how: &str, send: Send) {
+        let name = self.peers.name(world);
+        let what = send.limits.describe("send", Some(send.envelope.tag), &format!("to {name}"));
+        self.finished.push((send.request, Err(Error::PeerLost(format!("{name} {how}, in the {what}")))));
+    }
+
     fn send_to_self(&mut self, send: Send) {
-        let (context, tag, total) = (send.envelope.context, send.envelope.tag, send.from.len());
+        let (envelope, total) = (send.envelope, send.from.len());
         let me = self.peers.world[self.me];
-        if let Some(receive) = self.receive_for(context, me, tag) {
+        if let Some(receive) = self.receive_for(envelope.context, me, envelope.tag) {
             return self.pass(send, receive);
         }
         let body = if total <= CELL_BYTES {
@@ -143,13 +192,19 @@ impl State {
         } else {
             Body::Own(Box::new(send))
         };
-        self.matching.keep(context, me, tag, Early { total, body });
+        self.keep(me, Early { envelope, body });
+    }
+
+    /// Keeps a message of rank `world` of the job until a receive fits it.
+    pub(super) fn keep(&mut self, world: usize, early: Early) {
+        let Envelope { context, tag, .. } = early.envelope;
+        self.matching.keep(context, world, tag, early);
     }
 
     /// Gives a message of this rank to a receive of this rank.
     fn pass(&mut self, send: Send, receive: Receive) {
         let me = self.peers.world[self.me];
-        let result = self.status(&receive, me, send.envelope.tag, send.from.len()).inspect(|_| {
+        let result = self.status(&receive, me, send.envelope).inspect(|_| {
             // SAFETY: whoever started the two keeps the memory valid; the message fits.
             unsafe { receive.into.copy_from(&send.from) };
         });
@@ -160,12 +215,12 @@ impl State {
     /// Starts a receive.
     pub fn receive(&mut self, pattern: Pattern, receive: Receive) {
         let context = receive.limits.scope.context();
-        while let Some((from, tag, Early { total, body })) = self.matching.message_for(context, pattern) {
+        while let Some((from, _, Early { envelope, body })) = self.matching.message_for(context, pattern) {
             match body {
                 Body::Data(data) => {
-                    let result = self.status(&receive, from, tag, total).inspect(|_| {
+                    let result = self.status(&receive, from, envelope).inspect(|_| {
                         // SAFETY: the caller of the receive keeps its memory valid; the message fits.
-                        unsafe { receive.into.write(0, data.as_ptr(), total) };
+                        unsafe { receive.into.write(0, data.as_ptr(), data.len()) };
                     });
                     self.finished.push((receive.request, result));
                 }
@@ -175,9 +230,9 @@ impl State {
                     if self.is_aborted(local, long) {
                         continue;
                     }
-                    self.start_long(receive, local, tag, total, long);
+                    self.start_long(receive, local, envelope, long);
                 }
-                Body::Remote(id) => self.start_remote(receive, from, tag, total, id),
+                Body::Remote(id) => self.start_remote(receive, from, envelope, id),
             }
             return;
         }
@@ -194,10 +249,20 @@ impl State {
     }
 
     /// The result of a receive that has matched a message of rank `world` of the job.
-    pub(super) fn status(&self, receive: &Receive, world: usize, tag: u32, total: usize) -> Result<Status> {
-        let len = receive.into.len();
+    pub(super) fn status(&self, receive: &Receive, world: usize, envelope: Envelope) -> Result<Status> {
+        let (tag, total, len) = (envelope.tag, envelope.total as usize, receive.into.len());
+        let (sent, expected) = (Types(envelope.types), receive.into.types());
+        let describe = || receive.limits.describe("receive", Some(tag), &format!("from {}", self.peers.name(world)));
+        if !sent.fit(expected) {
+            return Err(Error::Mismatch(format!(
+                "{} expects {}, and the message has {}; it was dropped, and nothing was written",
+                describe(),
+                expected.name(),
+                sent.name()
+            )));
+        }
         if total > len || (receive.exact && total < len) {
-            let what = receive.limits.describe("receive", Some(tag), &format!("from {}", self.peers.name(world)));
+            let what = describe();
             return Err(match receive.exact {
                 true => Error::Mismatch(format!(
                     "{what} expects {len} bytes, and the message has {total}; it was dropped, and nothing was written"
@@ -223,8 +288,8 @@ impl State {
     }
 
     /// Gives a long message to a receive.
-    fn start_long(&mut self, receive: Receive, from: usize, tag: u32, total: usize, long: LongEnvelope) {
-        match self.status(&receive, self.peers.world[from], tag, total) {
+    fn start_long(&mut self, receive: Receive, from: usize, envelope: Envelope, long: LongEnvelope) {
+        match self.status(&receive, self.peers.world[from], envelope) {
             Ok(status) => {
                 let State { incoming, mailbox, finished, .. } = self;
                 incoming[from].start(mailbox, from, long, receive, status, finished);
@@ -244,24 +309,24 @@ impl State {
     #[inline]
     fn arrived(&mut self, from: usize, message: &Arrived) {
         let envelope = message.envelope;
-        let (context, tag, total) = (envelope.context, envelope.tag, envelope.total as usize);
+        let total = envelope.total as usize;
         let long = (envelope.kind == LONG).then(|| message.long());
         if long.is_some_and(|long| self.is_aborted(from, long)) {
             return;
         }
         let world = self.peers.world[from];
-        let Some(receive) = self.receive_for(context, world, tag) else {
+        let Some(receive) = self.receive_for(envelope.context, world, envelope.tag) else {
             let body = match long {
                 Some(long) => Body::Long(long),
                 // SAFETY: the cell has these bytes.
                 None => Body::Data(unsafe { std::slice::from_raw_parts(message.data, total) }.into()),
             };
-            return self.matching.keep(context, world, tag, Early { total, body });
+            return self.keep(world, Early { envelope, body });
         };
         if let Some(long) = long {
-            return self.start_long(receive, from, tag, total, long);
+            return self.start_long(receive, from, envelope, long);
         }
-        let result = self.status(&receive, world, tag, total).inspect(|_| {
+        let result = self.status(&receive, world, envelope).inspect(|_| {
             // SAFETY: the cell has these bytes; whoever started the receive keeps its memory valid; the message fits.
             unsafe { receive.into.write(0, message.data, total) };
         });
@@ -283,9 +348,9 @@ impl State {
     #[inline]
     pub unsafe fn take_short(&mut self, from: usize, receive: &ShortReceive<'_>) -> Short {
         let Some(message) = self.mailbox.inbox(from).and_then(|inbox| inbox.ring.peek()) else { return Short::NotYet };
-        let Envelope { context, total, tag, kind } = message.envelope;
+        let Envelope { context, total, tag, kind, types } = message.envelope;
         let (total, room) = (total as usize, receive.into.len());
-        let fits = total == room || (total < room && !receive.exact);
+        let fits = (total == room || (total < room && !receive.exact)) && Types(types).fit(receive.into.types());
         if kind == LONG || !fits || context != receive.context || receive.tag.is_some_and(|wanted| wanted != tag) {
             return Short::Other;
         }
@@ -371,13 +436,7 @@ impl State {
     /// `closing`, all of them.
     pub fn check(&mut self, now: Instant, closing: Option<&Error>) {
         let ranks = self.incoming.len();
-        let gone_now = |rank: usize| {
-            if has_departed(&**self.mailbox.memory(), rank) {
-                return Some("has called finalize".to_owned());
-            }
-            self.peers.liveness.lost(rank)
-        };
-        let gone: Vec<Option<String>> = (0..ranks).map(|rank| gone_now(rank).filter(|_| rank != self.me)).collect();
+        let gone: Vec<Option<String>> = (0..ranks).map(|rank| self.gone(rank).filter(|_| rank != self.me)).collect();
         // They may have sent messages before.
         for rank in (0..ranks).filter(|&rank| gone[rank].is_some()) {
             while self.receive_from(rank) {}

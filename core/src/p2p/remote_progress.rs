@@ -11,6 +11,7 @@ use super::outgoing::Send;
 use super::progress::{State, failure};
 use super::remote::{Arrival, HEADER_BYTES, Remote};
 use crate::error::Error;
+use crate::transport::mailbox::ring::Envelope;
 
 /// The error of who comes after the end.
 pub(super) fn closed() -> Error {
@@ -34,6 +35,9 @@ impl State {
 
     /// Starts a send to a rank of another host.
     pub fn send_far(&mut self, world: usize, send: Send) {
+        if let Some(how) = self.remote.as_ref().and_then(|remote| remote.gone(world)) {
+            return self.send_to_gone(world, &how, send);
+        }
         match &mut self.remote {
             Some(remote) if remote.failure().is_none() => remote.send(world, send, &mut self.finished),
             remote => {
@@ -59,35 +63,28 @@ impl State {
     fn arrived_from_far(&mut self, arrival: Arrival) {
         match arrival {
             Arrival::Data(from, envelope, buffer) => {
-                let (tag, total) = (envelope.tag, envelope.total as usize);
+                let total = envelope.total as usize;
                 let data = &buffer.as_slice()[HEADER_BYTES..HEADER_BYTES + total];
-                match self.receive_for(envelope.context, from, tag) {
+                match self.receive_for(envelope.context, from, envelope.tag) {
                     Some(receive) => {
-                        let result = self.status(&receive, from, tag, total).inspect(|_| {
+                        let result = self.status(&receive, from, envelope).inspect(|_| {
                             // SAFETY: the caller of the receive keeps its memory valid; the message fits.
                             unsafe { receive.into.write(0, data.as_ptr(), total) };
                         });
                         self.finished.push((receive.request, result));
                     }
                     None => {
-                        let early = Early { total, body: Body::Data(data.into()) };
-                        self.matching.keep(envelope.context, from, tag, early);
+                        self.keep(from, Early { envelope, body: Body::Data(data.into()) });
                     }
                 }
                 if let Some(remote) = &mut self.remote {
                     remote.give_back(buffer);
                 }
             }
-            Arrival::Long(from, envelope, id) => {
-                let (tag, total) = (envelope.tag, envelope.total as usize);
-                match self.receive_for(envelope.context, from, tag) {
-                    Some(receive) => self.start_remote(receive, from, tag, total, id),
-                    None => {
-                        let early = Early { total, body: Body::Remote(id) };
-                        self.matching.keep(envelope.context, from, tag, early);
-                    }
-                }
-            }
+            Arrival::Long(from, envelope, id) => match self.receive_for(envelope.context, from, envelope.tag) {
+                Some(receive) => self.start_remote(receive, from, envelope, id),
+                None => self.keep(from, Early { envelope, body: Body::Remote(id) }),
+            },
             Arrival::Aborted(from, context, id) => {
                 let is_it = |early: &Early| matches!(early.body, Body::Remote(other) if other == id);
                 self.matching.forget_message(context, from, is_it);
@@ -96,8 +93,8 @@ impl State {
     }
 
     /// Gives a long message of another host to a receive.
-    pub(super) fn start_remote(&mut self, receive: Receive, from: usize, tag: u32, total: usize, id: u64) {
-        let status = self.status(&receive, from, tag, total);
+    pub(super) fn start_remote(&mut self, receive: Receive, from: usize, envelope: Envelope, id: u64) {
+        let status = self.status(&receive, from, envelope);
         let Some(remote) = &mut self.remote else {
             return self.finished.push((receive.request, Err(closed())));
         };

@@ -1,13 +1,15 @@
 //! The header of a message between hosts. Pure.
 
 use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::transport::mailbox::ring::Envelope;
 
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 40;
 
 /// What a message is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
+#[repr(u16)]
 pub enum Kind {
     /// A short message; its data follows.
     Data = 1,
@@ -28,9 +30,9 @@ pub enum Kind {
 }
 
 impl Kind {
-    fn of(value: u32) -> Option<Kind> {
+    fn of(value: u16) -> Option<Kind> {
         use Kind::{Aborted, Credit, Data, Departed, Done, Long, Refused, Want};
-        [Data, Long, Want, Done, Refused, Aborted, Credit, Departed].into_iter().find(|&kind| kind as u32 == value)
+        [Data, Long, Want, Done, Refused, Aborted, Credit, Departed].into_iter().find(|&kind| kind as u16 == value)
     }
 
     /// Whether the receiver may have to keep it: such messages need a credit.
@@ -44,6 +46,8 @@ impl Kind {
 pub struct Header {
     /// What the message is.
     pub kind: Kind,
+    /// Its element types ([`Envelope::types`]).
+    pub types: u16,
     /// Its number among those of its sender to its receiver.
     pub sequence: u32,
     /// How many messages that need a credit its sender has taken from its receiver.
@@ -61,14 +65,14 @@ pub struct Header {
 impl Header {
     /// A header of this kind; the others are 0.
     pub fn new(kind: Kind) -> Header {
-        Header { kind, sequence: 0, taken: 0, tag: 0, context: 0, total: 0, id: 0 }
+        Header { kind, types: 0, sequence: 0, taken: 0, tag: 0, context: 0, total: 0, id: 0 }
     }
 
     /// Writes it to the start of `bytes`.
     pub fn write(&self, bytes: &mut [u8]) {
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
-        let words =
-            [pair(self.kind as u32, self.sequence), pair(self.taken, self.tag), self.context, self.total, self.id];
+        let what = u32::from(self.kind as u16) | u32::from(self.types) << 16;
+        let words = [pair(what, self.sequence), pair(self.taken, self.tag), self.context, self.total, self.id];
         for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
             place.copy_from_slice(&word.to_le_bytes());
         }
@@ -87,7 +91,8 @@ impl Header {
         }
         let (low, high) = (|word: u64| word as u32, |word: u64| (word >> 32) as u32);
         let header = Header {
-            kind: Kind::of(low(words[0])).ok_or_else(invalid)?,
+            kind: Kind::of(low(words[0]) as u16).ok_or_else(invalid)?,
+            types: (low(words[0]) >> 16) as u16,
             sequence: high(words[0]),
             taken: low(words[1]),
             tag: high(words[1]),
@@ -110,8 +115,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn headers_survive_and_other_bytes_are_errors(kind in 1u32..9, sequence: u32, taken: u32, tag: u32, context: u64, total in 0u64..50, id: u64, bytes in prop::collection::vec(any::<u8>(), 0..60)) {
-            let header = Header { sequence, taken, tag, context, total, id, ..Header::new(Kind::of(kind).unwrap()) };
+        fn headers_survive_and_other_bytes_are_errors(kind in 1u16..9, types: u16, sequence: u32, taken: u32, tag: u32, context: u64, total in 0u64..50, id: u64, bytes in prop::collection::vec(any::<u8>(), 0..60)) {
+            let header = Header { types, sequence, taken, tag, context, total, id, ..Header::new(Kind::of(kind).unwrap()) };
             let mut message = vec![0; HEADER_BYTES + if header.kind == Kind::Data { total as usize } else { 0 }];
             header.write(&mut message);
             prop_assert_eq!(Header::read(&message, 0), Ok(header));

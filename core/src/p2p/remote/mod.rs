@@ -66,6 +66,11 @@ impl Peer {
     }
 }
 
+/// The header of a message.
+fn header_of(kind: Kind, Envelope { context, total, tag, types, .. }: Envelope) -> Header {
+    Header { types, context, total, tag, ..Header::new(kind) }
+}
+
 /// A message to be matched, or the end of one.
 pub enum Arrival {
     /// A short message; its data is after [`HEADER_BYTES`]. The memory must be given back.
@@ -154,11 +159,10 @@ impl Remote {
             return Err(error.clone());
         }
         let has_queue = self.peers.get(&to).is_some_and(|peer| !peer.queue.is_empty());
-        if from.len() > SHORT_BYTES || has_queue || !self.port.has_credit(to) {
+        if from.len() > SHORT_BYTES || has_queue || self.gone(to).is_some() || !self.port.has_credit(to) {
             return Ok(false);
         }
-        let Envelope { context, total, tag, .. } = envelope;
-        let header = Header { context, total, tag, ..Header::new(Kind::Data) };
+        let header = header_of(Kind::Data, envelope);
         // SAFETY: the memory is valid, and a message has room for it.
         let sent = self.port.send(to, header, from.len(), |data| unsafe { from.read(0, from.len(), data) });
         sent.inspect_err(|error| self.failure = Some(error.clone())).map(|()| true)
@@ -174,9 +178,8 @@ impl Remote {
     fn advance(&mut self, to: usize, finished: &mut Finished) {
         while self.failure.is_none() && self.port.has_credit(to) {
             let Some(send) = self.peers.get_mut(&to).and_then(|peer| peer.queue.pop_front()) else { break };
-            let Envelope { context, total, tag, .. } = send.envelope;
             if send.from.len() <= SHORT_BYTES {
-                let header = Header { context, total, tag, ..Header::new(Kind::Data) };
+                let header = header_of(Kind::Data, send.envelope);
                 let (len, from) = (send.from.len(), &send.from);
                 // SAFETY: the caller of the send keeps its memory valid; a message has room for it.
                 let sent = self.port.send(to, header, len, |data| unsafe { from.read(0, len, data) });
@@ -185,7 +188,7 @@ impl Remote {
             } else {
                 self.last_id += 1;
                 let id = self.last_id;
-                self.send_header(to, Header { context, total, tag, id, ..Header::new(Kind::Long) });
+                self.send_header(to, Header { id, ..header_of(Kind::Long, send.envelope) });
                 if let Some(peer) = self.peers.get_mut(&to) {
                     peer.longs.push((id, send));
                 }
@@ -288,8 +291,8 @@ impl Remote {
     }
 
     fn handle_message(&mut self, from: usize, header: Header, buffer: Aligned, done: &mut Finished) -> Option<Arrival> {
-        let Header { kind, tag, context, total, id, .. } = header;
-        let envelope = Envelope { context, total, tag, kind: 0 };
+        let Header { kind, types, tag, context, total, id, .. } = header;
+        let envelope = Envelope { context, total, tag, kind: 0, types };
         if kind == Kind::Data {
             return Some(Arrival::Data(from, envelope, buffer));
         }

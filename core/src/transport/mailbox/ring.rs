@@ -24,7 +24,7 @@ const LINE_BYTES: usize = 32;
 pub const LONG_SLOTS: usize = if cfg!(loom) { 1 } else { 16 };
 
 /// A long message: its data is not in its cell.
-pub const LONG: u32 = 1;
+pub const LONG: u16 = 1;
 
 /// What a cell says about its message.
 #[repr(C)]
@@ -37,7 +37,9 @@ pub struct Envelope {
     /// The tag.
     pub tag: u32,
     /// 0 or [`LONG`].
-    pub kind: u32,
+    pub kind: u16,
+    /// The element types, for the receiver to compare.
+    pub types: u16,
 }
 
 /// The announcement of a long message, in the first line of its cell.
