@@ -98,6 +98,11 @@ class Ranks:
             assert time.monotonic() < until, marks
             time.sleep(0.01)
 
+    def forget(self, *marks: str) -> None:
+        """Removes marks of earlier programs."""
+        for name in marks:
+            (self._folder / name).unlink(missing_ok=True)
+
     @staticmethod
     def succeeds(process: subprocess.Popen[str]) -> str:
         output, _ = process.communicate(timeout=100)

@@ -94,6 +94,31 @@ fine()
     assert finished.output == "fine\n" * 2, finished.output
 
 
+@pytest.mark.parametrize("killed", [0, 3])
+def test_a_rank_that_ends_after_the_start_of_mpi(two: Hosts, program: Path, killed: int) -> None:
+    """MPI's first communicators wait for it without end; the others notice it long before the deadline of 300 s."""
+    program.write_text(
+        HEAD
+        + f"""
+def threads(): return [open(f"/proc/self/task/{{each}}/comm").read().strip() for each in os.listdir("/proc/self/task")]
+def kill():
+    while "dlcomm-start" not in threads(): time.sleep(0.0005)
+    while "dlcomm-start" in threads(): time.sleep(0.0005)
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ["DL_COMM_RANK"] == "{killed}": threading.Thread(target=kill, daemon=True).start()
+try: dl_comm.init()
+except dl_comm.PeerLostError as error: print(error, flush=True)
+else:
+    try:
+        while True: check_mean()
+    except dl_comm.PeerLostError as error: print(error, flush=True)
+"""
+    )
+    finished = two.ranks(2, [sys.executable, str(program)], 120)
+    assert not finished.timed_out, finished.output
+    assert f"rank {killed}" in finished.output, finished.output
+
+
 def test_a_rank_that_ends_makes_the_others_raise(two: Hosts, program: Path) -> None:
     program.write_text(
         HEAD

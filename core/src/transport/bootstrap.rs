@@ -78,6 +78,19 @@ pub trait Bootstrap: Send + Sync {
     /// [`crate::error::Error::Network`] if the ranks cannot use one, and those of the wait context.
     fn network(&self, members: &Members<'_>, wait_ctx: &WaitContext<'_>) -> Result<Arc<dyn Network>>;
 
+    /// The job has started on this rank: it looks for lost ranks itself.
+    ///
+    /// # Errors
+    /// As for [`Bootstrap::allgather`].
+    fn started(&self, _wait_ctx: &WaitContext<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    /// A rank that has ended while the network was started. May look into the store: not for every poll.
+    fn lost(&self) -> Option<String> {
+        None
+    }
+
     /// Whether the library of a launcher is behind it: it cannot be started again in this process, and child processes
     /// must not inherit its connection.
     fn uses_launcher(&self) -> bool;

@@ -1,15 +1,17 @@
 //! The job: what its ranks share, made at start through a [`Bootstrap`]. [`super::group_creation`] makes its groups.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
 
 use super::NetworkModel;
 use super::arena::Arenas;
 use super::bootstrap::{Bootstrap, Exchanges, Network};
-use super::detector_links::{HostAddress, Listener};
+use super::detector_links::{FAILURE_CHECK, HostAddress, Listener};
 use super::failure_detector::{FailureDetector, HostGroups, MonitoredProcess};
 use super::group_memory::GroupMemory;
 use super::mailbox::memory::arena_header;
@@ -114,6 +116,12 @@ impl Job {
         let members = ranks.members();
         let connect = |wait_ctx: &WaitContext<'_>| ranks.bootstrap.network(&members, wait_ctx);
         let network = several_hosts.then(|| ranks.with_deadline("init_mpi", || None, connect)).transpose()?;
+        // A look may ask the store.
+        let looked = Cell::new(Instant::now());
+        let lost = || {
+            let is_due = looked.get().elapsed() >= FAILURE_CHECK;
+            is_due.then(|| looked.set(Instant::now())).and_then(|()| ranks.bootstrap.lost())
+        };
         let make = |wait_ctx: &WaitContext<'_>| {
             let (cpu_bounds, store_addresses) = agree_on_start(ranks, served, wait_ctx)?;
             let arenas = make_arenas(ranks, wait_ctx)?;
@@ -125,9 +133,10 @@ impl Job {
                 network_model = measure_network(ranks, &**network, wait_ctx)?;
                 messages = Some(network.messages(wait_ctx)?);
             }
+            ranks.bootstrap.started(wait_ctx)?;
             Ok(Parts { network: None, messages, cpu_bounds, store_addresses, groups, detector, network_model })
         };
-        let parts = ranks.with_deadline("init_mpi", || None, make)?;
+        let parts = ranks.with_deadline("init_mpi", lost, make)?;
         Ok(Parts { network, ..parts })
     }
 

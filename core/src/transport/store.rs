@@ -57,6 +57,15 @@ pub trait Store: Send + Sync {
     /// # Errors
     /// As for [`Store::set`].
     fn delete(&self, key: &str, wait_ctx: &WaitContext<'_>) -> Result<()>;
+
+    /// Should this process end, all waits for keys that start with `prefix` fail with `text`; without a text they do not.
+    /// Only stores that see the end of their clients do that.
+    ///
+    /// # Errors
+    /// As for [`Store::set`].
+    fn fail_waits_at_end(&self, _prefix: &str, _text: Option<&str>, _wait_ctx: &WaitContext<'_>) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Gathers `record` from `size` callers, of which this one has number `me`, ordered by number. Collective over the
@@ -161,6 +170,10 @@ impl Store for PrefixStore {
     fn delete(&self, key: &str, wait_ctx: &WaitContext<'_>) -> Result<()> {
         self.store.delete(&self.key(key), wait_ctx)
     }
+
+    fn fail_waits_at_end(&self, prefix: &str, text: Option<&str>, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.store.fail_waits_at_end(&self.key(prefix), text, wait_ctx)
+    }
 }
 
 /// A store in the memory of this process, for ranks that are threads, and behind the server of other stores.
@@ -168,6 +181,8 @@ impl Store for PrefixStore {
 pub struct MemoryStore {
     values: Mutex<HashMap<String, Vec<u8>>>,
     changed: Condvar,
+    /// Why waits for keys with a prefix fail.
+    failed: Mutex<Vec<(String, Error)>>,
 }
 
 impl MemoryStore {
@@ -205,6 +220,19 @@ impl MemoryStore {
         Ok(sum)
     }
 
+    /// Fails all waits for keys that start with `prefix` and are not there.
+    pub fn fail_waits(&self, prefix: &str, error: Error) {
+        lock(&self.failed).push((prefix.to_owned(), error));
+        // Whoever has not seen it waits now.
+        drop(lock(&self.values));
+        self.changed.notify_all();
+    }
+
+    /// Why a wait for `key` fails, if it does.
+    pub fn failure(&self, key: &str) -> Option<Error> {
+        lock(&self.failed).iter().find(|(prefix, _)| key.starts_with(prefix)).map(|(_, error)| error.clone())
+    }
+
     /// As [`Store::delete`], without limits.
     pub fn remove(&self, key: &str) {
         lock(&self.values).remove(key);
@@ -229,6 +257,9 @@ impl Store for MemoryStore {
             }
             drop(values);
             wait_ctx.check(Duration::ZERO, awaited)?;
+            if let Some(error) = self.failure(key) {
+                return Err(error);
+            }
             values = lock(&self.values);
             if !values.contains_key(key) {
                 values = self.changed.wait_timeout(values, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;

@@ -220,6 +220,8 @@ impl StoreBootstrap {
     /// has started another one.
     fn announce(&self, wait_ctx: &WaitContext<'_>) -> Result<bool> {
         let store = &*self.store;
+        let ended = format!("rank {} has ended, or has lost its connection, before all ranks had started", self.rank);
+        store.fail_waits_at_end("", Some(&ended), wait_ctx)?;
         store.set(&here(self.rank), &encode(&self.size)?, wait_ctx)?;
         let awaited = || missing_ranks(store, self.size, here);
         loop {
@@ -301,6 +303,16 @@ impl Bootstrap for StoreBootstrap {
         self.agree::<(), ()>(outcome, wait_ctx).inspect_err(|_| started.iter().for_each(StartedNetwork::leave))?;
         let network = started?;
         self.network.get_or_init(|| network).network()
+    }
+
+    fn started(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.network.get().into_iter().for_each(StartedNetwork::finish_start);
+        // From now on the job has a failure detector.
+        self.store.fail_waits_at_end("", None, wait_ctx)
+    }
+
+    fn lost(&self) -> Option<String> {
+        self.network.get().and_then(StartedNetwork::lost)
     }
 
     fn uses_launcher(&self) -> bool {

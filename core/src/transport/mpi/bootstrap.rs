@@ -110,7 +110,7 @@ impl Bootstrap for MpiBootstrap {
                 self.threading
             )));
         }
-        Ok(Arc::new(MpiNetwork::new(Arc::clone(&self.comm))?))
+        Ok(Arc::new(MpiNetwork::new(Arc::clone(&self.comm), None)?))
     }
 
     fn uses_launcher(&self) -> bool {
@@ -148,14 +148,16 @@ impl Drop for MpiBootstrap {
 /// Messages between the ranks of a communicator.
 pub(super) struct MpiNetwork {
     comm: Arc<Comm>,
+    /// For send and receive, if it is made already.
+    messages: Mutex<Option<Comm>>,
     max_tag: usize,
 }
 
 impl MpiNetwork {
-    /// The network of `comm`, whose ranks are those of the job.
-    pub(super) fn new(comm: Arc<Comm>) -> Result<MpiNetwork> {
+    /// The network of `comm`, whose ranks are those of the job, and of its duplicate `messages` for send and receive.
+    pub(super) fn new(comm: Arc<Comm>, messages: Option<Comm>) -> Result<MpiNetwork> {
         let max_tag = comm.max_tag()?;
-        Ok(MpiNetwork { comm, max_tag })
+        Ok(MpiNetwork { comm, messages: Mutex::new(messages), max_tag })
     }
 }
 
@@ -177,7 +179,8 @@ impl Network for MpiNetwork {
     }
     fn messages(&self, wait_ctx: &WaitContext<'_>) -> Result<Box<dyn MessageNetwork>> {
         // Its own duplicate: receives from any rank must not see the messages of collectives.
-        let comm = self.comm.duplicate(wait_ctx)?;
+        let made = lock(&self.messages).take();
+        let comm = made.map_or_else(|| self.comm.duplicate(wait_ctx), Ok)?;
         Ok(Box::new(MpiMessages::new(Arc::new(comm), self.max_tag)))
     }
 }

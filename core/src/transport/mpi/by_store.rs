@@ -9,8 +9,10 @@ use std::fs;
 use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
+use std::thread::Builder;
+use std::time::{Duration, Instant};
 
 use mpi::Threading;
 use mpi::environment::{is_finalized, threading_support};
@@ -22,14 +24,15 @@ use super::startup::{Others, StartupWatch};
 use super::ways::{Library, Way, Ways};
 use super::{launcher, lifetime};
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, guard};
 use crate::lock::lock;
 use crate::topology::Topology;
 use crate::transport::WaitContext;
 use crate::transport::bootstrap::{Members, Network};
+use crate::transport::detector_links::FAILURE_CHECK;
 use crate::transport::shm_region::Liveness;
 use crate::transport::start_links::StartLinks;
-use crate::transport::store::Store;
+use crate::transport::store::{POLL_INTERVAL, Store};
 use crate::transport::wait_context::with_limits;
 
 /// The name of the job in which this process has started MPI as its own process manager.
@@ -147,7 +150,11 @@ fn lost(
 /// MPI as the network of a job with a store.
 pub struct StartedNetwork {
     comm: Arc<Comm>,
+    /// For send and receive, until they are taken.
+    messages: Mutex<Option<Comm>>,
     left: AtomicBool,
+    links: Arc<OnceLock<StartLinks>>,
+    lost: Arc<dyn Fn() -> Option<String> + Send + Sync>,
 }
 
 /// Starts MPI as prepared, in job `name`, in the way that all ranks have chosen. Collective.
@@ -163,7 +170,7 @@ pub fn start_network(
     wait_ctx: &WaitContext<'_>,
 ) -> Result<StartedNetwork> {
     let (topology, config) = (&**members.topology, members.config);
-    let PreparedStart { server, watch, links, .. } = prepared;
+    let PreparedStart { server, watch, links, lost, .. } = prepared;
     let threading = match (way, server) {
         (Way::Running { .. }, _) => threading_support(),
         (Way::Launcher, _) => lifetime::start(&watch)?,
@@ -171,8 +178,8 @@ pub fn start_network(
         (Way::Store, None) => return Err(Error::Internal("no process manager is prepared".into())),
     };
     drop(watch);
-    links.get().into_iter().for_each(StartLinks::finish);
-    let comm = Arc::new(Comm::world().duplicate(wait_ctx)?);
+    let (comm, messages) = duplicate_world(&*lost, wait_ctx).inspect_err(|_| lifetime::leak())?;
+    let (comm, messages) = (Arc::new(comm), Mutex::new(Some(messages)));
     if !matches!(way, Way::Running { .. }) {
         // All ranks have left MPI_Init.
         launcher::remove_segments();
@@ -199,7 +206,42 @@ pub fn start_network(
              whoever starts MPI, or ask that one for MPI_THREAD_MULTIPLE"
         )));
     }
-    Ok(StartedNetwork { comm, left: AtomicBool::new(false) })
+    Ok(StartedNetwork { comm, messages, left: AtomicBool::new(false), links, lost })
+}
+
+/// The communicators of collectives and of send and receive. MPICH makes them by steps that block, without a limit, while
+/// a rank is missing. So a thread makes them, which is left behind if a rank has ended or the deadline has passed; MPI
+/// cannot be used then.
+fn duplicate_world(lost: &dyn Fn() -> Option<String>, wait_ctx: &WaitContext<'_>) -> Result<(Comm, Comm)> {
+    let duplicate = || {
+        with_limits("", None, None, &|| None, |ctx| {
+            let world = Comm::world();
+            Ok((world.duplicate(ctx)?, world.duplicate(ctx)?))
+        })
+    };
+    let (sender, receiver) = channel();
+    // Nobody receives it if the start has failed before.
+    let run = move || drop(sender.send(guard(duplicate)));
+    let thread = Builder::new().name("dlcomm-mpi".into()).spawn(run);
+    let thread = thread.map_err(|error| Error::system("starting a thread", error))?;
+    let mut looked = Instant::now();
+    loop {
+        match receiver.recv_timeout(POLL_INTERVAL) {
+            Ok(result) => {
+                // It ends after it has sent.
+                let _ended = thread.join();
+                return result;
+            }
+            Err(RecvTimeoutError::Disconnected) => return Err(Error::Internal("a thread ended without a word".into())),
+            Err(RecvTimeoutError::Timeout) => wait_ctx.check(Duration::ZERO, &|| "the other ranks, in MPI".into())?,
+        }
+        if looked.elapsed() >= FAILURE_CHECK {
+            if let Some(lost) = lost() {
+                return Err(Error::PeerLost(lost));
+            }
+            looked = Instant::now();
+        }
+    }
 }
 
 fn start_by_store(
@@ -289,7 +331,17 @@ impl StartedNetwork {
     /// # Errors
     /// A failure of MPI.
     pub fn network(&self) -> Result<Arc<dyn Network>> {
-        Ok(Arc::new(MpiNetwork::new(Arc::clone(&self.comm))?))
+        Ok(Arc::new(MpiNetwork::new(Arc::clone(&self.comm), lock(&self.messages).take())?))
+    }
+
+    /// Describes a rank that has ended, until the start is over.
+    pub fn lost(&self) -> Option<String> {
+        (self.lost)()
+    }
+
+    /// The start is over on this rank.
+    pub fn finish_start(&self) {
+        self.links.get().into_iter().for_each(StartLinks::finish);
     }
 
     /// Waits for all ranks, so that nobody awaits a message afterwards. Collective.
@@ -308,6 +360,7 @@ impl StartedNetwork {
     /// Ends without the other ranks; messages may still be under way.
     pub fn leave(&self) {
         self.left.store(true, Ordering::Relaxed);
+        std::mem::forget(lock(&self.messages).take());
         lifetime::leak();
     }
 }

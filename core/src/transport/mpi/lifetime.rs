@@ -3,7 +3,7 @@
 //!
 //! Thread rule: any thread. MPI requires initialization and finalization on one thread; the program ensures that.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mpi::Threading;
@@ -77,7 +77,9 @@ pub fn leak() {
 pub fn end() {
     let Some(owned_mpi) = lock(&OWNED).take() else { return };
     // After a failure, MPI_Finalize may wait for messages that never arrive.
-    let watch = StartupWatch::prepare("MPI_Finalize", None, Some(FINALIZE_TIMEOUT), Others::default());
+    // Ranks may end before this one here.
+    let others = Others { lost: Arc::new(|| None), ..Others::default() };
+    let watch = StartupWatch::prepare("MPI_Finalize", None, Some(FINALIZE_TIMEOUT), others);
     watch.iter().for_each(StartupWatch::begin);
     drop(owned_mpi);
     if let Err(error) = watch {

@@ -5,12 +5,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
-use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::log::log_line;
 use crate::transport::process::stat_fields;
 
@@ -19,6 +20,9 @@ const NAME: &str = "dlcomm-start";
 
 /// Interval at which a watch looks for a lost rank.
 const LOST_CHECK: Duration = Duration::from_millis(500);
+
+/// After this time the launcher has started all ranks of a host.
+const ALL_STARTED: Duration = Duration::from_secs(1);
 
 /// What a watch knows about the other ranks.
 pub struct Others {
@@ -31,7 +35,26 @@ pub struct Others {
 impl Default for Others {
     /// What /proc shows.
     fn default() -> Others {
-        Others { missing: Box::new(missing_ranks), lost: Arc::new(|| None) }
+        Others { missing: Box::new(missing_ranks), lost: Arc::new(ended_ranks(Instant::now())) }
+    }
+}
+
+/// A function that describes ranks that have ended, where all are on this host: those without a process, some time after
+/// `since`. The launcher starts all of them at once.
+fn ended_ranks(since: Instant) -> impl Fn() -> Option<String> + Send + Sync {
+    // Those that the last look has missed, too.
+    let before: Mutex<Vec<usize>> = Mutex::default();
+    move || {
+        if since.elapsed() < ALL_STARTED {
+            return None;
+        }
+        let Launched { size, all_here: true } = Launched::here()? else { return None };
+        let ranks = pids_by_rank(&processes());
+        let missing: Vec<usize> = (0..size).filter(|rank| !ranks.contains_key(rank)).collect();
+        let mut before = lock(&before);
+        let ended = missing.iter().find(|rank| before.contains(rank)).copied();
+        *before = missing;
+        ended.map(|rank| format!("rank {rank} has ended before it called init"))
     }
 }
 
@@ -121,14 +144,26 @@ struct Process {
     rank: Option<usize>,
 }
 
+/// What the launcher's variables say of the job.
+struct Launched {
+    size: usize,
+    /// Whether all its ranks are on this host.
+    all_here: bool,
+}
+
+impl Launched {
+    fn here() -> Option<Launched> {
+        let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<usize>().ok());
+        let environment = variables(std::process::id().cast_signed());
+        let count = |name: &str| environment.get(name).and_then(|text| text.parse().ok()).or_else(|| number(name));
+        let size = count("PMI_SIZE")?;
+        Some(Launched { size, all_here: count("MPI_LOCALNRANKS") == Some(size) })
+    }
+}
+
 /// Describes the missing ranks as far as /proc shows them.
 fn missing_ranks() -> String {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<usize>().ok());
-    let environment = variables(std::process::id().cast_signed());
-    let count = |name: &str| environment.get(name).and_then(|text| text.parse().ok()).or_else(|| number(name));
-    let (Some(size), local) = (count("PMI_SIZE"), count("MPI_LOCALNRANKS")) else {
-        return "the other ranks".to_owned();
-    };
+    let Some(Launched { size, all_here }) = Launched::here() else { return "the other ranks".to_owned() };
     let ranks = pids_by_rank(&processes());
     let mut missing: Vec<String> = Vec::new();
     for (rank, pids) in &ranks {
@@ -137,7 +172,7 @@ fn missing_ranks() -> String {
             missing.push(format!("rank {rank} (pid {pids}), which has not called init"));
         }
     }
-    if local == Some(size) {
+    if all_here {
         missing.extend(
             (0..size).filter(|rank| !ranks.contains_key(rank)).map(|rank| format!("rank {rank}, which has ended")),
         );

@@ -283,6 +283,10 @@ impl Store for TcpStore {
     fn delete(&self, key: &str, wait_ctx: &WaitContext<'_>) -> Result<()> {
         self.request(Request::Delete(key.to_owned()), wait_ctx, &server).map(drop)
     }
+
+    fn fail_waits_at_end(&self, prefix: &str, text: Option<&str>, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.request(Request::FailAtEnd(prefix.to_owned(), text.map(str::to_owned)), wait_ctx, &server).map(drop)
+    }
 }
 
 fn server() -> String {

@@ -110,6 +110,8 @@ struct Client {
     frames: Frames,
     /// The keys that it waits for, by the request's number.
     waits: HashMap<u64, String>,
+    /// Its end fails the waits for keys with these prefixes.
+    fails_at_end: HashMap<String, String>,
 }
 
 /// What the thread owns.
@@ -158,7 +160,10 @@ impl Serving {
             && configure(&stream).is_ok()
         {
             let (stream, frames) = (CloseOnFork::new(stream), Frames::default());
-            self.clients.insert(self.num_clients, Client { stream, frames, waits: HashMap::new() });
+            self.clients.insert(
+                self.num_clients,
+                Client { stream, frames, waits: HashMap::new(), fails_at_end: HashMap::new() },
+            );
             self.num_clients += 1;
         }
         Ok(())
@@ -214,14 +219,15 @@ impl Serving {
                 Reply::Done
             }
             Request::TryGet(key) => Reply::Value(memory.value(&key)),
-            Request::Wait(key) => match memory.value(&key) {
-                None if client.waits.len() < MAX_WAITS => {
+            Request::Wait(key) => match (memory.value(&key), memory.failure(&key)) {
+                (None, Some(error)) => Reply::Failed(error.code(), error.detail().to_owned()),
+                (None, None) if client.waits.len() < MAX_WAITS => {
                     client.waits.insert(id, key.clone());
                     self.waits.entry(key).or_default().push((number, id));
                     return Ok(());
                 }
-                None => Reply::Failed(-9, format!("more than {MAX_WAITS} waits of one process")),
-                value => Reply::Value(value),
+                (None, None) => Reply::Failed(-9, format!("more than {MAX_WAITS} waits of one process")),
+                (value, _) => Reply::Value(value),
             },
             Request::Cancel(wait) => {
                 if let Some(key) = client.waits.remove(&wait) {
@@ -240,6 +246,13 @@ impl Serving {
                 memory.remove(&key);
                 Reply::Done
             }
+            Request::FailAtEnd(prefix, text) => {
+                match text {
+                    Some(text) => client.fails_at_end.insert(prefix, text),
+                    None => client.fails_at_end.remove(&prefix),
+                };
+                Reply::Done
+            }
         };
         client.reply(id, reply)?;
         if let Some(key) = changed {
@@ -252,6 +265,24 @@ impl Serving {
         let Some(client) = self.clients.remove(&number) else { return };
         for key in client.waits.values() {
             forget(&mut self.waits, key, |(waiting, _)| waiting == number);
+        }
+        for (prefix, text) in &client.fails_at_end {
+            self.fail_waits(prefix, &Error::PeerLost(text.clone()));
+        }
+    }
+
+    /// Fails the waits of all clients and of this process for keys that start with `prefix`.
+    fn fail_waits(&mut self, prefix: &str, error: &Error) {
+        self.shared.memory.fail_waits(prefix, error.clone());
+        let keys: Vec<String> = self.waits.keys().filter(|key| key.starts_with(prefix)).cloned().collect();
+        for (number, request) in
+            keys.iter().flat_map(|key| self.waits.remove(key).unwrap_or_default()).collect::<Vec<_>>()
+        {
+            let Some(client) = self.clients.get_mut(&number) else { continue };
+            client.waits.remove(&request);
+            if client.reply(request, Reply::Failed(error.code(), error.detail().to_owned())).is_err() {
+                self.drop_client(number);
+            }
         }
     }
 

@@ -75,6 +75,31 @@ fn a_passed_deadline_cancels_the_wait_and_the_store_goes_on() {
 }
 
 #[test]
+fn the_end_of_a_client_fails_the_waits_that_it_has_named() {
+    let (served, address) = serve();
+    let [ends, waits, keeps] = [(); 3].map(|()| client(address));
+    within(None, |ctx| ends.fail_waits_at_end("job/", Some("rank 1 has ended"), ctx)).unwrap();
+    within(None, |ctx| keeps.fail_waits_at_end("job/", Some("rank 2 has ended"), ctx)).unwrap();
+    within(None, |ctx| keeps.fail_waits_at_end("job/", None, ctx)).unwrap();
+    drop(keeps);
+    within(None, |ctx| served.set("job/there", b"value", ctx)).unwrap();
+    let lost = |result: Result<Vec<u8>>| assert_eq!(result, Err(Error::PeerLost("rank 1 has ended".into())));
+    thread::scope(|scope| {
+        let first = scope.spawn(|| within(None, |ctx| waits.get("job/a", ctx)));
+        let second = scope.spawn(|| within(None, |ctx| served.get("job/b", ctx)));
+        let other = scope.spawn(|| within(None, |ctx| waits.get("other", ctx)));
+        thread::sleep(Duration::from_millis(100));
+        drop(ends);
+        lost(first.join().unwrap());
+        lost(second.join().unwrap());
+        within(None, |ctx| served.set("other", b"value", ctx)).unwrap();
+        assert_eq!(other.join().unwrap(), Ok(b"value".to_vec()));
+    });
+    lost(within(None, |ctx| waits.get("job/c", ctx)));
+    assert_eq!(within(None, |ctx| waits.get("job/there", ctx)), Ok(b"value".to_vec()));
+}
+
+#[test]
 fn lost_and_wrong_clients_leave_the_others_alone() {
     let (served, address) = serve();
     let good = client(address);

@@ -29,6 +29,8 @@ pub enum Request {
     Add(String, i64),
     /// Removes a key.
     Delete(String),
+    /// The client's end fails the waits for keys with this prefix, with this text; without a text it does not.
+    FailAtEnd(String, Option<String>),
 }
 
 /// The answer to a request.
