@@ -32,13 +32,15 @@ _GATE = "DL_COMM_TEST_GATE"
 class Result:
     """How a stage has ended: ``passed``, ``FAILED``, or ``not run`` after the failure of one that it needs.
 
-    ``tests``: of each test its outcome, seconds and processor seconds (``tests/conftest.py``).
+    ``processor``: seconds of processors, of the command and all that it has started and waited for. ``tests``: of each
+    test its outcome, seconds and processor seconds (``tests/conftest.py``).
     """
 
     stage: Stage
     outcome: str
     start: float = 0.0
     seconds: float = 0.0
+    processor: float = 0.0
     tests: dict[str, tuple[str, float, float]] = field(default_factory=dict)
 
 
@@ -49,9 +51,10 @@ def mark(stage: Stage) -> str:
 
 def run_stage(stage: Stage, start: float) -> Result:
     """Runs the command of a stage, with its output and its tests in files."""
-    log, record = LOGS / f"{stage.name}.log", LOGS / f"{stage.name}.json"
+    log, record, times = (LOGS / f"{stage.name}.{what}" for what in ("log", "json", "times"))
     since = time.monotonic()
-    finished = run(stage.command, stage.limit_s, {"DL_COMM_TEST_RECORD": str(record), _GATE: mark(stage)}, log=log)
+    timed = ["bash", "-c", '"$@"; code=$?; times >"$0"; exit $code', str(times), *stage.command]
+    finished = run(timed, stage.limit_s, {"DL_COMM_TEST_RECORD": str(record), _GATE: mark(stage)}, log=log)
     seconds = time.monotonic() - since
     if finished.timed_out:
         kill_marked(_GATE, mark(stage))
@@ -59,7 +62,15 @@ def run_stage(stage: Stage, start: float) -> Result:
             file.write(f"\nkilled after {stage.limit_s} s\n")
     outcome = "passed" if finished.returncode == 0 and not finished.timed_out else "FAILED"
     tests = json.loads(record.read_text()) if record.exists() else {}
-    return Result(stage, outcome, since - start, seconds, tests)
+    return Result(stage, outcome, since - start, seconds, processor_seconds(times), tests)
+
+
+def processor_seconds(times: Path) -> float:
+    """The user and system time of the children, from the output of ``times`` of bash; 0 if the stage was killed."""
+    if not times.exists():
+        return 0.0
+    fields = [field.rstrip("s").split("m") for field in times.read_text().splitlines()[1].split()]
+    return sum(60 * float(minutes) + float(seconds) for minutes, seconds in fields)
 
 
 class Schedule:
@@ -120,13 +131,15 @@ def run_all(stages: Sequence[Stage], processors: int) -> list[Result]:
 
 def table(results: Iterable[Result]) -> list[str]:
     """The stages with their seconds and numbers of tests, then the slowest tests, as lines of Markdown."""
-    lines = ["| stage | result | started at | seconds | tests | skipped |", "|---|---|---|---|---|---|"]
+    lines = ["| stage | result | started at | seconds | of processors | tests | skipped |"]
+    lines.append("|---|---|---|---|---|---|---|")
     tests = []
     for result in results:
         name, outcomes = result.stage.name, [outcome for outcome, _, _ in result.tests.values()]
         tests += [(seconds, used, f"{name}: {test}") for test, (_, seconds, used) in result.tests.items()]
         count = (str(len(outcomes)), str(outcomes.count("skipped"))) if outcomes else ("", "")
-        lines.append(f"| {name} | {result.outcome} | {result.start:.0f} | {result.seconds:.0f} | {' | '.join(count)} |")
+        took = f"{result.start:.0f} | {result.seconds:.0f} | {result.processor:.0f}"
+        lines.append(f"| {name} | {result.outcome} | {took} | {' | '.join(count)} |")
     lines += ["", "| slowest tests | seconds | of a processor |", "|---|---|---|"]
     for seconds, used, test in sorted(tests, reverse=True)[:SLOWEST]:
         lines.append(f"| {test} | {seconds:.1f} | {used:.1f} |")

@@ -2,7 +2,7 @@
 # Checks that are too slow for the gate: Loom, the thread sanitizer, the fuzzers (docs/verification.md describes them), the slowest
 # programs, repeated faults, and the soak test. Needs the environment of tests/run.sh (run that first); checks without their
 # tool are skipped with a message.
-# tests/heavy.sh [loom|tsan|fuzz|ranks|programs|c10d|faults|soak]...
+# tests/heavy.sh [loom|tsan|fuzz|ranks|random|programs|c10d|faults|soak]...
 # FUZZ_SECONDS (60): for each fuzzer. FAULT_ROUNDS (20). SOAK_MINUTES (20).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,7 +12,7 @@ source tests/environment.sh
 export LD_LIBRARY_PATH="$venv/lib" DL_COMM_DUMP_DIR=none
 
 cases=("$@")
-[ $# -gt 0 ] || cases=(loom tsan fuzz ranks programs c10d faults soak)
+[ $# -gt 0 ] || cases=(loom tsan fuzz ranks random programs c10d faults soak)
 target=x86_64-unknown-linux-gnu
 
 loom() { # Loom: all interleavings within the bounds of core/tests/loom*.rs
@@ -48,10 +48,19 @@ ranks() { # the tests of the bindings that the gate runs on two ranks only
   for ranks in 1 3; do
     for names in "numpy torch" "tensorflow tf1 keras"; do
       # The last two are TensorFlow's.
-      files=(--frameworks="${names% tf1 keras}" tests/parallel/test_{averages,batch_norm,collectives,helpers,schedules}.py)
+      files=(--frameworks="${names% tf1 keras}" tests/parallel/test_{averages,batch_norm,collectives,helpers,random_programs,schedules}.py)
       for name in $names; do files+=(tests/parallel/test_"$name"*.py); done
       python tests/launch.py "$ranks" 1200 python -m pytest -x -q -m costly "${files[@]}" || return 1
     done
+  done
+}
+
+random() { # random programs against a model, on every framework
+  local ranks
+  export DL_COMM_CACHE="$PWD/build/cache" DL_COMM_TEST_EVERYTHING=1
+  python -m dl_comm.build || return 1 # takes longer than a test may
+  for ranks in 1 2 3 4; do
+    python tests/launch.py "$ranks" 1800 python -m pytest -x -q -m heavy tests/parallel/test_random_programs.py || return 1
   done
 }
 

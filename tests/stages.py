@@ -44,7 +44,7 @@ def bindings(names: str, ranks: int) -> Stage:
     shared = [f"tests/parallel/test_{what}.py" for what in SHARED]
     files = shared + sorted(path for name in names.split() for path in glob(f"tests/parallel/test_{name}*.py"))
     # What takes long and depends little on the number of ranks runs on two; tests/heavy.sh runs all on one and three.
-    which = [] if ranks == 2 else ["-m", "not costly"]
+    which = ["-m", "not heavy" if ranks == 2 else "not heavy and not costly"]
     command = [
         "python",
         "tests/launch.py",
@@ -66,7 +66,7 @@ def programs(folder: str, jobs: int) -> list[str]:
     return pytest("-m", "not heavy", f"--numprocesses={jobs}", "--dist=loadgroup", folder)
 
 
-SHARED = ("averages", "batch_norm", "collectives", "helpers", "schedules")
+SHARED = ("averages", "batch_norm", "collectives", "helpers", "random_programs", "schedules")
 """The files of ``tests/parallel`` with tests for every framework."""
 SETUP = ("set-up",)
 LIBRARIES = ("--package=dl_comm_core", "--package=dl_comm_python")
