@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from c10d_helpers import BACKEND, GLOO, not_gloo
 
+from imported import TORCH, python
 from launch import QUIET, run
 from ranks import start
 
 pytestmark = pytest.mark.timeout(200)
+TORCH_VERSION = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LOAD = "" if GLOO else "import dl_comm.torch\n"
 
@@ -115,3 +119,30 @@ def test_jobs_of_spawn(tmp_path: Path, together: int) -> None:
     assert finished.returncode == 0, finished.output
     assert not finished.left, finished.left
     assert finished.output.count("done on 1 of 2") == together + 1, finished.output
+
+
+MONITORED = f"""
+import os, time, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group({BACKEND!r})
+group = dist.new_group()
+done = os.path.join(os.path.dirname(os.path.abspath(__file__)), "done")
+if dist.get_rank() == 0:
+    try:
+        group.monitored_barrier(timedelta(0))
+    except RuntimeError as error:
+        os.write(1, f"raised {{error}}\\n".encode())
+    open(done, "w").close()
+while not os.path.exists(done):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.skipif(not GLOO and TORCH_VERSION < (2, 14), reason="older versions have it for gloo only")
+def test_a_monitored_barrier_without_time_does_not_wait(tmp_path: Path) -> None:
+    """The other rank comes only when it has ended."""
+    path = tmp_path / "script.py"
+    path.write_text(MONITORED)
+    finished = start(2, [*python(*TORCH), str(path)], 60)
+    assert finished.returncode == 0, finished.output
+    assert "raised " in finished.output, finished.output

@@ -409,9 +409,9 @@ WorkPtr Backend::barrier(const ::c10d::BarrierOptions& options) {
 }
 
 void Backend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool /*wait_all_ranks*/) {
-  // The error names all missing ranks.
-  wait_if_started(
-      launch(Call(DL_COMM_BARRIER, "dl_comm:monitored_barrier", true), OpType::BARRIER, false, options.timeout));
+  // The error names all missing ranks. 0 does not wait; elsewhere it stands for the group's deadline.
+  const auto timeout = options.timeout.count() == 0 ? Milliseconds(1) : options.timeout;
+  wait_if_started(launch(Call(DL_COMM_BARRIER, "dl_comm:monitored_barrier", true), OpType::BARRIER, false, timeout));
 }
 
 }  // namespace dl_comm::c10d_backend
