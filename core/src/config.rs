@@ -95,8 +95,12 @@ impl Rendezvous {
     /// [`Error::Invalid`] if only some are set, or one is invalid.
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Rendezvous>> {
         let get = |name: &str| lookup(name).filter(|value| !value.is_empty());
-        let others = get("DL_COMM_SIZE").is_some() && get("DL_COMM_ADDR").is_some();
-        let (source, rank_name) = if others && get("DL_COMM_RANK").is_none() && get("JOB_COMPLETION_INDEX").is_some() {
+        let ours = ["DL_COMM_RANK", "DL_COMM_SIZE", "DL_COMM_ADDR", "DL_COMM_JOB_KEY"];
+        // An index alone is that of a job of independent processes.
+        if ours.into_iter().all(|name| get(name).is_none()) {
+            return Ok(None);
+        }
+        let (source, rank_name) = if get("DL_COMM_RANK").is_none() && get("JOB_COMPLETION_INDEX").is_some() {
             (RankSource::Kubernetes, "JOB_COMPLETION_INDEX")
         } else {
             (RankSource::Variables, "DL_COMM_RANK")
@@ -104,9 +108,8 @@ impl Rendezvous {
         let names = [rank_name, "DL_COMM_SIZE", "DL_COMM_ADDR"];
         let [Some(rank), Some(size), Some(address)] = names.map(get) else {
             let missing: Vec<&str> = names.into_iter().filter(|name| get(name).is_none()).collect();
-            let key_only = missing.len() == names.len() && get("DL_COMM_JOB_KEY").is_none();
             let why = format!("{} are set together; not set: {}", names.join(", "), missing.join(", "));
-            return if key_only { Ok(None) } else { Err(Error::Invalid(why)) };
+            return Err(Error::Invalid(why));
         };
         let number = |name: &str, text: &str, what: &str| {
             text.trim().parse::<u32>().map_err(|_| Error::Invalid(format!("{name} is '{text}'; set it to {what}")))
@@ -197,6 +200,14 @@ impl Config {
                 }
             },
         };
+        // The bindings read it when they make buckets; a wrong value is told at the start, to all ranks.
+        if let Some(text) = get("DL_COMM_BUCKET_MB")
+            && !text.trim().parse::<f64>().is_ok_and(|size| size > 0.0 && size.is_finite())
+        {
+            return Err(Error::Invalid(format!(
+                "DL_COMM_BUCKET_MB is '{text}'; set it to the size of a bucket in MiB, a positive number"
+            )));
+        }
         Ok(Config {
             default_nthreads: integer("DL_COMM_DEFAULT_NTHREADS", 1, MAX_THREADS, defaults.default_nthreads)?,
             default_prec_level: u8::from(integer("DL_COMM_DEFAULT_PREC_LEVEL", 0, 1, 0)? == 1),
@@ -289,6 +300,8 @@ mod tests {
         assert_eq!((kubernetes.source, kubernetes.rank), (RankSource::Kubernetes, 0));
         assert_eq!(from(&[index, rank, size, address]).unwrap().unwrap().rank, 1, "several ranks in a pod");
         assert_eq!(from(&[index]), Ok(None), "a job of independent processes");
+        let without_size = from(&[index, address]).unwrap_err().to_string();
+        assert!(without_size.ends_with("not set: DL_COMM_SIZE"), "{without_size}");
         let key = |secret| from(&[rank, size, address, ("DL_COMM_JOB_KEY", secret)]).unwrap().unwrap().key.unwrap();
         assert_ne!(key("a"), key("b"));
         for (set, named) in [
@@ -322,6 +335,8 @@ mod tests {
             ("DL_COMM_GPU_PATH", "fast"),
             ("DL_COMM_PIPELINE_CHUNK_KB", "1"),
             ("DL_COMM_NUM_CUDA_STREAMS", "0"),
+            ("DL_COMM_BUCKET_MB", "0"),
+            ("DL_COMM_BUCKET_MB", "nan"),
         ] {
             let error = with(name, value).unwrap_err().to_string();
             assert!(error.contains(name) && error.contains(value), "{error}");

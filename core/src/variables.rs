@@ -3,7 +3,7 @@
 use strsim::levenshtein;
 
 /// Variables that dl_comm and its Python package read or set for their own processes.
-pub const KNOWN: [&str; 27] = [
+pub const KNOWN: [&str; 28] = [
     "DL_COMM_ADDR",
     "DL_COMM_AFFINITY",
     "DL_COMM_ALGORITHM",
@@ -30,6 +30,7 @@ pub const KNOWN: [&str; 27] = [
     "DL_COMM_STALL_WARN_S",
     "DL_COMM_TIMELINE",
     "DL_COMM_TIMEOUT_S",
+    "DL_COMM_TORCH_VARIABLES",
     "DL_COMM_VENV",
 ];
 /// Prefix of test variables, which are not checked.

@@ -273,6 +273,10 @@ impl Drop for Job {
 /// all ranks need it at the same time; it costs a thread that sleeps, and the others connect when they need it.
 fn serve_store(ranks: &Ranks) -> Result<Option<Served>> {
     let topology = &ranks.topology;
+    if topology.hosts() == 1 && !ranks.config.interface.is_empty() {
+        // Nothing needs it here, but a wrong name would fail on several hosts only.
+        Listener::open(&ranks.config.interface)?;
+    }
     if topology.rank() != 0 || topology.size() == 1 || ranks.bootstrap.store().is_some() {
         return Ok(None);
     }

@@ -90,6 +90,12 @@ pub fn check_single_rank(lookup: impl Fn(&str) -> Option<String>) -> Result<()> 
              launcher's MPI: MPICC=/path/to/mpicc pip install ... {single_rank_hint}"
         )));
     }
+    if let Some(index) = lookup("JOB_COMPLETION_INDEX") {
+        log_line(&format!(
+            "this process has index {index} of a job of Kubernetes (JOB_COMPLETION_INDEX) and is alone, because DL_COMM_SIZE \
+             and DL_COMM_ADDR are not set (DL_COMM_ALONE=1 silences this)"
+        ));
+    }
     if let Some(size) = several("SLURM_NTASKS").filter(|_| number("SLURM_STEP_NUM_TASKS") != Some(1)) {
         log_line(&format!(
             "the Slurm job has {size} tasks, but this process was started without srun and is alone: srun python ..., or \
