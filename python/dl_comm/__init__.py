@@ -12,7 +12,7 @@ Four calls make a script that trains on one process train on many:
 Start it with ``mpiexec -n 4 python script.py``; without a launcher a script is rank 0 of 1. The names and arguments are
 those of the Cray PE DL Plugin. The lists may hold NumPy arrays, TensorFlow or PyTorch tensors. ``dl_comm.torch``,
 ``dl_comm.tensorflow`` and ``dl_comm.keras`` have optimizers and callbacks. Importing this package imports no framework,
-and loads the core only on the first use of a name.
+loads the core only on the first use of a name, and changes no handler of the process.
 
 Thread rule: any thread may call every function. All ranks must call those marked *collective*; the core matches the
 calls by signature if their order differs. No function holds the GIL while it waits.
@@ -23,13 +23,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dl_comm._signal import handle_early_sigusr1
-
 if TYPE_CHECKING:
     from dl_comm._api import *  # noqa: F403
     from dl_comm._api import __all__ as __all__
-
-handle_early_sigusr1()
 
 
 def __getattr__(name: str) -> Any:

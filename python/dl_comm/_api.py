@@ -5,7 +5,7 @@ So ``python -m dl_comm.run`` starts fast, and also where the core cannot be load
 
 from __future__ import annotations
 
-from dl_comm import _excepthook, _process, _signal, timeline, training
+from dl_comm import _process, timeline, training
 from dl_comm._checkpoint import rank0_path, rank_path, read_on_rank0, write_on_rank0
 from dl_comm._collectives import average, broadcast, check_buffers_match, gradients
 from dl_comm._communicators import (
@@ -150,5 +150,3 @@ __all__ = [
 ]
 
 _process.finalize_at_exit()
-_excepthook.install()
-_signal.register_stack_dumper()

@@ -6,6 +6,7 @@ our message once with the script's lines; TensorFlow prints both several times, 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import traceback
@@ -17,8 +18,9 @@ from dl_comm._errors import PeerLostError, translate
 from dl_comm._paths import PACKAGE
 
 
+@functools.cache
 def install() -> None:
-    """Installs the hook. Other uncaught errors go to the previous hook."""
+    """Installs the hook; once. Other uncaught errors go to the previous hook."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import json
 import operator
 import os
+import socket
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dl_comm import _dl_comm, _torchrun
+from dl_comm import _dl_comm, _excepthook, _signal, _torchrun
 from dl_comm._diagnosis import stats
 from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
 from dl_comm._file_store import guarded
+from dl_comm._network import addresses
+from dl_comm._torch_variables import Position, given, hold_port, name_rank
 
 if TYPE_CHECKING:
     from dl_comm._groups import Group
@@ -27,6 +31,10 @@ if TYPE_CHECKING:
 _owners = itertools.count(1)
 # Of the threads that call init(), one connects to the store.
 _torchrun_lock = threading.RLock()
+_master_lock = threading.RLock()
+_is_master_told = False
+_held_port: socket.socket | None = None
+_MASTER_BYTES = 512
 CONTROL_TEAM = -1
 """The team of broadcasts, barriers and metrics."""
 
@@ -57,7 +65,7 @@ def init_mpi(
     Without arguments it does nothing in a process that a rank has started or forked, such as a data loader worker. Such
     a process is a helper of the rank: it knows the rank's numbers, and communication in it raises StateError. Programs
     that this process starts do not inherit the launcher's variables (such as ``PMI_RANK``); see ``DL_COMM_ALONE`` in
-    ``docs/environment.md``.
+    ``docs/environment.md``. Sets those of RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE that are missing.
 
     Raises:
         ArgumentError: An argument is invalid, or only some are given.
@@ -65,13 +73,86 @@ def init_mpi(
         StateError: Called with a rank in a process that is another rank, or was forked from one.
         TimeoutError: A rank missed the deadline of ``DL_COMM_TIMEOUT_S``.
     """
+    _prepare_process()
     if (rank, size, address, key) != (None, None, None, None):
         _start_by_arguments(rank, size, address, key)
     elif (by_torchrun := _torchrun.here(os.environ)) is None:
         _dl_comm.init_mpi()
     else:
         _start_by_torchrun(*by_torchrun)
+    _have_started()
+
+
+def _prepare_process() -> None:
+    """What a start changes in the process. An import changes nothing."""
+    _signal.handle_early_sigusr1()
+    _signal.register_stack_dumper()
+    _excepthook.install()
+
+
+def _have_started() -> None:
+    """After a start: the environment tells who this process is."""
     sync_environment()
+    if not _dl_comm.is_helper():
+        _name({})
+
+
+def _name(master: dict[str, str]) -> None:
+    """Sets torch's variables of this rank that are missing, and prints a line if there are others of somebody else."""
+    here = Position(_dl_comm.rank(), _dl_comm.size(), _dl_comm.local_rank(), _dl_comm.local_size())
+    warning = name_rank({**here.variables(), **master})
+    # Who asks to be alone knows of the other ranks.
+    if warning is not None and not master and os.environ.get("DL_COMM_ALONE", "").strip() != "1":
+        print(f"dl_comm: {warning}", file=sys.stderr, flush=True)
+
+
+def master_of_rank_0(is_alone: bool, others: Sequence[str] = ()) -> tuple[str, str]:
+    """On rank 0: where ranks can meet, by the environment or on a free port, which this process keeps.
+
+    Args:
+        is_alone: Whether all ranks are on this host.
+        others: Names of hosts that must reach it.
+    """
+    global _held_port
+    known = given(os.environ)
+    if "MASTER_PORT" not in known:
+        _held_port = _held_port or hold_port()
+        known["MASTER_PORT"] = str(_held_port.getsockname()[1])
+    if "MASTER_ADDR" not in known:
+        known["MASTER_ADDR"] = "127.0.0.1" if is_alone else reachable_address(others)
+    return known["MASTER_ADDR"], known["MASTER_PORT"]
+
+
+def reachable_address(others: Sequence[str]) -> str:
+    """An address of this host for ``others``."""
+    found = addresses(others, os.environ.get("DL_COMM_SOCKET_IFNAME") or None, anywhere=True)
+    return next(iter(found), socket.gethostname())
+
+
+def other_hosts() -> list[str]:
+    """The names of the hosts of the other ranks."""
+    return sorted({each["host"] for each in json.loads(_dl_comm.describe())["ranks"]} - {socket.gethostname()})
+
+
+def name_master(address: str, port: str) -> None:
+    """Sets MASTER_ADDR and MASTER_PORT if they are missing."""
+    global _is_master_told
+    _is_master_told = True
+    _name({"MASTER_ADDR": address, "MASTER_PORT": port})
+
+
+def _tell_master() -> None:
+    """Where ranks can meet, in the environment of all ranks. Collective, once in a job."""
+    with _master_lock:
+        if _is_master_told:
+            return
+        text = np.zeros(_MASTER_BYTES, np.uint8)
+        if _dl_comm.rank() == 0:
+            told = " ".join(master_of_rank_0(_dl_comm.hosts() == 1, other_hosts())).encode()
+            text[: len(told)] = np.frombuffer(told, np.uint8)
+        if _dl_comm.size() > 1:
+            _dl_comm.broadcast([text], 0, None, -1.0)
+        name_master(*text.tobytes().rstrip(b"\0").decode().split())
 
 
 def _is_decided() -> bool:
@@ -124,8 +205,9 @@ def start_by_store(store: Any, rank: int, size: int) -> None:
         StateError: This process is a rank already, or was forked from one.
         TimeoutError: A rank missed the deadline of ``DL_COMM_TIMEOUT_S``.
     """
+    _prepare_process()
     _dl_comm.init_store(guarded(store), _checked_int("rank", rank, 0), _checked_int("size", size, 1))
-    sync_environment()
+    _have_started()
 
 
 def sync_environment() -> None:
@@ -151,6 +233,9 @@ def init(
     key: str | None = None,
 ) -> None:
     """Starts dl_comm. Collective; all arguments but ``rank`` are the same on all ranks.
+
+    Sets those of torchrun's variables that are missing: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT.
 
     Args:
         nthread_per_team: Threads per team, at least 1; None: ``DL_COMM_DEFAULT_NTHREADS``, else 2.
@@ -189,6 +274,7 @@ def init(
 
         pin()
     _dl_comm.init_teams(teams, threads)
+    _tell_master()
     if framework in ("tensorflow", "keras"):
         import dl_comm.tensorflow
     elif framework == "torch":
@@ -354,8 +440,14 @@ def finalize() -> None:
     """
     from dl_comm._groups import forget_world
 
+    global _is_master_told, _held_port
     forget_world()
     _dl_comm.finalize()
+    with _master_lock:
+        _is_master_told = False
+        if _held_port is not None:
+            _held_port.close()
+            _held_port = None
 
 
 def is_initialized() -> bool:
@@ -455,12 +547,14 @@ def seconds(timeout: float | None) -> float:
     return float(timeout)
 
 
+@functools.cache
 def finalize_at_exit() -> None:
-    """Registers an exit handler: ``finalize``, or, after an uncaught exception, an abort that all ranks detect."""
-    atexit.register(_at_exit, os.getpid())
+    """Registers an exit handler, once: ``finalize``, or, after an uncaught exception, an abort that ranks detect."""
+    atexit.register(at_exit, os.getpid())
 
 
-def _at_exit(pid: int) -> None:
+def at_exit(pid: int) -> None:
+    """Ends the job in the process ``pid`` at its exit."""
     if os.getpid() != pid:
         return  # a forked child must not finalize its parent's job
     # Set after an uncaught exception. Without an abort, the other ranks would wait for this one.

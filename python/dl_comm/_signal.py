@@ -1,4 +1,4 @@
-"""SIGUSR1 before ``init``, and Python stacks in dumps.
+"""SIGUSR1 while a rank starts, and Python stacks in dumps. The start installs the handlers, not the import.
 
 SIGUSR1 requests a dump. It must not end a process that has nothing to dump yet.
 """
@@ -6,6 +6,7 @@ SIGUSR1 requests a dump. It must not end a process that has nothing to dump yet.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -24,12 +25,16 @@ def _early(_number: int, _frame: FrameType | None) -> None:
     core = sys.modules.get("dl_comm._dl_comm")
     if core is not None and core.is_up():
         return  # the core writes a dump
-    print("dl_comm: SIGUSR1 before init(): there are no calls to dump; stacks:", file=sys.stderr, flush=True)
+    print("dl_comm: SIGUSR1 in init(): there are no calls to dump; stacks:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=2)
 
 
+@functools.cache
 def register_stack_dumper() -> None:
-    """Registers faulthandler to write Python's stacks on the core's signal. It needs no GIL, which a hang may hold."""
+    """Registers faulthandler to write Python's stacks on the core's signal; once.
+
+    It needs no GIL, which a hang may hold.
+    """
     from dl_comm import _dl_comm
 
     number = signal.SIGRTMAX - 9  # available to programs: the C library does not use it

@@ -12,7 +12,6 @@ import atexit
 import functools
 import json
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -26,6 +25,7 @@ from dl_comm import _dl_comm, _process
 from dl_comm._build import abi_of
 from dl_comm._errors import ArgumentError, CommError, MismatchError, StateError, TimeoutError
 from dl_comm._load import check_one_core, ops_library
+from dl_comm._torch_variables import given, launched
 
 _KEY = "dl_comm/start"
 _started_here = False
@@ -57,6 +57,8 @@ def create_backend(options: Any, pg_options: Any = None) -> Any:
     is_default = not options.global_ranks_in_group
     ranks = list(options.global_ranks_in_group) or list(range(size))
     if is_default:
+        if launched(os.environ) is not None:
+            _end_with_launcher()
         _end_earlier_job()
     if ranks == list(range(everyone)):
         _start_all(options.store, options.group_rank, size, options.timeout)
@@ -70,6 +72,18 @@ def create_backend(options: Any, pg_options: Any = None) -> Any:
     name = f"process group {options.group_id}"
     torch.ops.dl_comm_c10d.attach(holder.boxed(), ranks, name, _seconds(options.timeout))
     return holder._get_backend(torch.device("cpu"))
+
+
+@functools.cache
+def _end_with_launcher() -> None:
+    """Registers an exit handler; before that of the library, which must run first."""
+    atexit.register(_leave_launcher, os.getpid())
+
+
+def _leave_launcher(pid: int) -> None:
+    """Ends together where the launcher has started MPI: it kills the other ranks when one ends that has not left it."""
+    if os.getpid() == pid and _is_started() and _dl_comm.hosts() > 1:
+        _process.at_exit(pid)
 
 
 def _seconds(timeout: timedelta) -> float:
@@ -127,6 +141,21 @@ def _start_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
     else:
         _process.start_by_store(store, rank, size)
         _started_here = True
+        _name_master(store, rank, timeout)
+
+
+def _name_master(store: Any, rank: int, timeout: timedelta) -> None:
+    """Sets MASTER_ADDR and MASTER_PORT if they are missing, the same on all ranks. Collective."""
+    key = f"{_KEY}/master"
+    if rank == 0:
+        is_alone = _dl_comm.hosts() == 1
+        store.set(key, " ".join(_process.master_of_rank_0(is_alone, [] if is_alone else _process.other_hosts())))
+    store.wait([key], timeout)
+    _process.name_master(*store.get(key).decode().split())
+    # A later process group may use the same store.
+    if store.add(f"{key}/readers", 1) == _dl_comm.size():
+        for each in (key, f"{key}/readers"):
+            store.delete_key(each)
 
 
 def _describe_process() -> dict[str, Any]:
@@ -200,19 +229,29 @@ def _has(store: Any, key: str) -> bool:
     return bool(store.check([key]))
 
 
-def rendezvous_by_launcher(timeout: timedelta = default_pg_timeout, **_options: Any) -> Iterator[tuple[Any, int, int]]:
-    """A rendezvous of torch for the ranks of an MPI launcher: a TCP store, whose address dl_comm tells to all ranks.
+def rendezvous_of_ranks(
+    timeout: timedelta = default_pg_timeout, **_options: Any
+) -> Iterator[tuple[Any, int, int]] | None:
+    """The rendezvous of ``init_process_group`` where torch's variables are missing; None where they are set.
 
-    Yields the store, the rank and the size, as torch's rendezvous handlers do. Collective.
+    The processes become ranks as in ``dl_comm.init``, and meet in a TCP store, whose address dl_comm tells to all.
     """
+    known = given(os.environ)
+    return None if {"RANK", "WORLD_SIZE"} & set(known) else _rendezvous(timeout)
+
+
+def _rendezvous(timeout: timedelta) -> Iterator[tuple[Any, int, int]]:
+    """Yields the store, the rank and the size, as torch's rendezvous handlers do. Collective."""
     from dl_comm._objects import broadcast_object
 
+    # Launchers kill the other ranks when one ends that has not left MPI, which it does with them.
+    _process.finalize_at_exit()
     _process.ensure_initialized()
     rank, size = _dl_comm.rank(), _dl_comm.size()
     store = None
     address: Any = None
     if rank == 0:
-        host = "127.0.0.1" if _dl_comm.hosts() == 1 else socket.gethostname()
+        host = "127.0.0.1" if _dl_comm.hosts() == 1 else _process.reachable_address(_process.other_hosts())
         store = TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
         address = (host, store.port)
     host, port = broadcast_object(address, 0)

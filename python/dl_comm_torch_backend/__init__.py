@@ -7,19 +7,17 @@ loads no library, before a script uses the backend.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 NAME = "dl_comm"
-_LAUNCHER_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID")
 
 
 def autoload() -> None:
     """Registers the backend with a torch that does not look for it by itself. Never raises.
 
-    The entry point ``torch.backends``. Also lets ``init_process_group`` find the ranks of an MPI launcher.
+    The entry point ``torch.backends``. Also lets ``init_process_group("dl_comm")`` find the ranks of an MPI launcher.
     """
     try:
         import torch.distributed as dist
@@ -57,25 +55,24 @@ def _create(options: Any, pg_options: Any = None) -> Any:
     return create_backend(options, pg_options)
 
 
-def _is_launched() -> bool:
-    # A rank that has started takes the launcher's variables out of its environment.
-    core = sys.modules.get("dl_comm._dl_comm")
-    return any(name in os.environ for name in _LAUNCHER_RANKS) or (core is not None and core.is_up())
-
-
 def _extend_rendezvous() -> None:
-    """Makes ``env://`` work without torch's variables for ranks of an MPI launcher, where it would raise an error."""
-    # The package has a function of the same name.
-    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    usual: Callable[..., Iterator[tuple[Any, int, int]]] = handlers["env"]
+    """Makes ``init_process_group("dl_comm")`` find the ranks as ``dl_comm.init`` does, without torch's variables.
+
+    Replaces the function by which torch's own one finds them. Calls that do not name this backend go to torch's.
+    """
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    usual: Callable[..., Iterator[tuple[Any, int, int]]] = c10d.rendezvous
     if getattr(usual, "__module__", "") == __name__:
         return
 
-    def env(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
-        if "rank=" in url or "RANK" in os.environ or not _is_launched():
-            return usual(url, **kwargs)
-        from dl_comm._torch_distributed import rendezvous_by_launcher
+    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        # The function gets no backend; a variable of its caller has it.
+        is_ours = NAME in str(sys._getframe(1).f_locals.get("backend", "")).lower()
+        if is_ours and url == "env://" and (rank, world_size) == (-1, -1):
+            from dl_comm._torch_distributed import rendezvous_of_ranks
 
-        return rendezvous_by_launcher(**kwargs)
+            if (found := rendezvous_of_ranks(**kwargs)) is not None:
+                return found
+        return usual(url, rank, world_size, **kwargs)
 
-    handlers["env"] = env
+    c10d.rendezvous = rendezvous

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from dl_comm._network import addresses, variables
 from dl_comm.run._banner import Banner
 from dl_comm.run._find import BuiltFor, built_for
 from dl_comm.run._hosts import Host, assign_ranks, parse_hostfile, parse_hosts, slurm
 from dl_comm.run._listener import Rank
-from dl_comm.run._network import addresses, variables
 from dl_comm.run._report import outcome, spans
 from launch import Finished, run
 

@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from dl_comm._network import addresses, is_here, variables
+from dl_comm._torch_variables import hold_port
 from dl_comm.run._check import healthy
 from dl_comm.run._dump import dump
 from dl_comm.run._find import built_for, find
 from dl_comm.run._hosts import Host, allocation, assign_ranks
 from dl_comm.run._launch import run, wrapped
 from dl_comm.run._launchers import JobSpec, Launcher, command_line
-from dl_comm.run._network import addresses, variables
 from dl_comm.run._options import Options, UsageError, parse
 
 __all__ = ["main"]
@@ -54,7 +57,7 @@ def _run(options: Options) -> int:
     launcher = find(options, os.environ, built_for())
     hosts, job = _job(options, launcher)
     settings = _environment(options)
-    names = {*settings, *(name for name in os.environ if name.startswith("DL_COMM_"))}
+    names = {*settings, *(name for name in os.environ if name.startswith(("DL_COMM_", "MASTER_")))}
     job = replace(job, names=tuple(sorted(names)))
     if options.dry_run:
         before = ["env", *(f"{name}={value}" for name, value in settings.items())] if settings else []
@@ -71,7 +74,7 @@ def _run(options: Options) -> int:
         except OSError as error:
             raise UsageError(f"--output-dir {options.output_dir}: {error.strerror}") from error
     reported = replace(job, command=wrapped(options.command), names=(*job.names, "DL_COMM_RUN_CONFIG"))
-    rank_settings = {
+    rank_settings: dict[str, Any] = {
         "show": options.show,
         "output_dir": str(options.output_dir) if options.output_dir else None,
         # srun binds by default, as configured by the site.
@@ -80,11 +83,28 @@ def _run(options: Options) -> int:
         "local": options.ppn or -(-(job.ranks or 1) // max(1, len(hosts))),
     }
     # --mpi-args may name further hosts.
+    is_known = not options.mpi_args and launcher.kind not in ("srun", "plain")
+    here = is_known and all(is_here(host.name) for host in hosts)
+    rank_settings |= {"here": here, "master": None}
+    if is_known and hosts or here:
+        rank_settings["master"], _held = _master(hosts, options.network, here)
     reached = addresses([host.name for host in hosts], options.network, anywhere=bool(options.mpi_args))
     found = run(command_line(launcher, reported), env, rank_settings, reached, job.ranks, options.grace)
     if found.text:
         _log(found.text)
     return found.status
+
+
+def _master(hosts: Sequence[Host], network: str | None, here: bool) -> tuple[tuple[str, int], socket.socket]:
+    """Where the ranks of a program meet: on the first host, that of rank 0. The socket keeps the port on this host."""
+    # On another host it is most likely free, too; rank 0 tells if it is not.
+    held = hold_port()
+    port = int(held.getsockname()[1])
+    if here:
+        return ("127.0.0.1", port), held
+    first = hosts[0].name
+    names = [host.name for host in hosts]
+    return (addresses(names, network)[0] if is_here(first) else first, port), held
 
 
 def _job(options: Options, launcher: Launcher) -> tuple[tuple[Host, ...], JobSpec]:

@@ -1,6 +1,7 @@
 """The wrapper of each rank: runs the program, forwards its output, and reports its exit to the launcher.
 
-Run by path with the standard library only: ``python -I -S _child.py PROGRAM...``. Two processes:
+Sets the variables that torchrun sets (``_torch_variables``). Run by path with the standard library only:
+ ``python -I -S _child.py PROGRAM...``. Two processes:
 
 - the *parent*, which the launcher started. It runs the program in a new process group, forwards signals to it, and
   exits with the program's status or signal;
@@ -27,10 +28,16 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+
+if __name__ == "__main__":
+    # Only for the modules of this package: those of the program's environment must not be found.
+    sys.path.append(str(Path(__file__).parents[2]))
+from dl_comm._master import MasterError, Start
+from dl_comm._torch_variables import Position, launched
 
 # Slurm's come last: they are also set in the shell of a job.
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -63,18 +70,49 @@ def main() -> NoReturn:
         os._exit(0)
     for reader in (out[0], err[0], life[0]):
         os.close(reader)
-    end = run_program(sys.argv[1:], environment(job), out[1], err[1], life[1])
-    with contextlib.suppress(BrokenPipeError):  # the forwarder was killed
-        os.write(life[1], json.dumps(end).encode() + b"\n")
+    env = environment(job)
+    start = torch_start(env, job, rank, err[1])
+    end: dict[str, Any] = {"status": 1, "signal": 0, "asked": 0, "pid": 0, "seconds": 0.0, "oom": False}
+    if start is not None:
+        variables = start.apply(env)
+        end = run_program(sys.argv[1:], variables, lambda note: write_note(life[1], note), out[1], err[1], rank == 0)
+        start.close(not end["status"] and not end["signal"])
+    for writer in (out[1], err[1]):
+        os.close(writer)
+    write_note(life[1], end)
     os.close(life[1])
     os.waitpid(forwarder, 0)
     if end["status"] or end["signal"]:
         kill_group(end["pid"])
+    exit_as(end)
+
+
+def exit_as(end: dict[str, Any]) -> NoReturn:
+    """Ends this process as the program has ended."""
     if end["signal"]:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has dumped its own core
         signal.signal(end["signal"], signal.SIG_DFL) if end["signal"] != signal.SIGKILL else None
         os.kill(os.getpid(), end["signal"])
     os._exit(128 + end["signal"] if end["signal"] else end["status"])
+
+
+def write_note(life: int, note: dict[str, Any]) -> None:
+    """Writes a line for the forwarder."""
+    with contextlib.suppress(BrokenPipeError):  # the forwarder was killed
+        os.write(life, json.dumps(note).encode() + b"\n")
+
+
+def torch_start(env: Mapping[str, str], job: dict[str, Any], rank: int, err: int) -> Start | None:
+    """The variables that name this rank to torch; None after an error, which is written to ``err``."""
+    # A launcher of kind "plain" may tell the rank only.
+    position = launched(env) or Position(rank, job["size"] or 1, launcher="the launcher")
+    if position.local_size is None and job["here"]:
+        position = position._replace(local_rank=position.rank, local_size=position.size)
+    try:
+        return Start(env, position, job["master"] and tuple(job["master"]), is_needed=False)
+    except MasterError as error:
+        os.write(err, f"dl-comm-run: {error}\n".encode())
+        return None
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
@@ -120,8 +158,23 @@ def environment(job: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def run_program(command: list[str], env: dict[str, str], out: int, err: int, life: int) -> dict[str, Any]:
-    """Runs ``command`` to its end with output to ``out`` and ``err``, and writes its pid to ``life``.
+def run_program(
+    command: list[str],
+    env: dict[str, str],
+    on_start: Callable[[dict[str, Any]], None],
+    out: int = 1,
+    err: int = 2,
+    reads: bool = True,
+) -> dict[str, Any]:
+    """Runs ``command`` to its end in a process group of its own, with output to ``out`` and ``err``. Forwards signals.
+
+    Args:
+        command: The command line.
+        env: Its environment.
+        on_start: Gets the ``pid``.
+        out: Its standard output.
+        err: Its standard error.
+        reads: Whether it gets standard input, as rank 0 does. Elsewhere some launchers leave it open without an end.
 
     Returns:
         ``status`` or ``signal``; ``asked``: the first signal forwarded to it; ``seconds``; ``oom``: whether the system
@@ -143,13 +196,16 @@ def run_program(command: list[str], env: dict[str, str], out: int, err: int, lif
     end: dict[str, Any] = {"status": 0, "signal": 0, "asked": 0, "pid": 0}
     try:
         # The program inherits PMI's descriptors: close_fds=False.
-        program = subprocess.Popen(command, env=env, stdout=out, stderr=err, close_fds=False, preexec_fn=prepare)
+        stdin = None if reads else subprocess.DEVNULL
+        program = subprocess.Popen(
+            command, env=env, stdin=stdin, stdout=out, stderr=err, close_fds=False, preexec_fn=prepare
+        )
     except OSError as error:
         os.write(err, f"dl-comm-run: cannot start {command[0]}: {error.strerror}\n".encode())
         end["status"] = 127 if isinstance(error, FileNotFoundError) else 126
     else:
         end["pid"] = program.pid
-        os.write(life, json.dumps({"pid": program.pid}).encode() + b"\n")
+        on_start({"pid": program.pid})
 
         def forward(number: int, _frame: FrameType | None) -> None:
             if number not in (signal.SIGCONT, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2):
@@ -163,8 +219,6 @@ def run_program(command: list[str], env: dict[str, str], out: int, err: int, lif
                 signal.signal(number, forward)
         code = program.wait()
         end["status"], end["signal"] = (0, -code) if code < 0 else (code, 0)
-    os.close(out)
-    os.close(err)
     return {**end, "seconds": time.monotonic() - started, "oom": oom_kills() > killed}
 
 

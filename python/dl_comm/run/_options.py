@@ -63,6 +63,8 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not command and not given.check and given.dump is None:
         raise UsageError("no program to run; for example: dl-comm-run -n 4 python train.py")
+    if given.ranks != 1 and reads_program(command):
+        raise UsageError(f"only rank 0 gets standard input, from which {command[0]} reads its program: use a file")
     if given.host and given.hostfile:
         raise UsageError("use either -H or --hostfile, not both")
     for name, value in (("-n", given.ranks), ("--ppn", given.ppn), ("--omp-threads", given.omp_threads)):
@@ -113,6 +115,21 @@ def with_python(command: Sequence[str]) -> list[str]:
     """``train.py ...`` becomes ``PYTHON train.py ...`` with this Python; other commands are unchanged."""
     script = bool(command) and command[0].endswith(".py") and not os.access(command[0], os.X_OK)
     return [sys.executable, *command] if script else list(command)
+
+
+def reads_program(command: Sequence[str]) -> bool:
+    """Whether the program is an interpreter that reads its script from standard input, which only rank 0 gets."""
+    if not command or not re.fullmatch(r"(python|pypy)[\d.]*|(ba|da|k|z)?sh", Path(command[0]).name):
+        return False
+    words = iter(command[1:])
+    for word in words:
+        if word in ("-W", "-X", "-o"):  # with a value
+            next(words, None)
+        elif word == "-" or word == "-s" and not Path(command[0]).name.startswith("py"):
+            return True
+        elif not word.startswith("-") or word[1:2] != "-" and set(word) & {"c", "m"}:
+            return False
+    return True
 
 
 def env_file(text: str, path: str) -> dict[str, str]:
