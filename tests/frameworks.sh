@@ -22,27 +22,36 @@ environment() { # PACKAGE...: a Python with these packages and those of the base
   "$work/venv/bin/python" -m pip install -q "$@"
 }
 
-train() { # CASE BACKEND: prints the loss
-  local command=("$work/venv/bin/python")
-  # Lightning starts its processes itself.
-  [ "$1" = lightning ] || command+=(-m torch.distributed.run --standalone --nproc-per-node 2)
+train() { # CASE BACKEND START: prints the loss
+  local command=()
+  case $3 in
+    torchrun) command=("$work/venv/bin/python" -m torch.distributed.run --standalone --nproc-per-node 2) ;;
+    dl-comm-run) command=("$base/bin/dl-comm-run" -n 2 "$work/venv/bin/python") ;;
+    dl-comm-env) command=("$base/bin/mpiexec" -n 2 "$base/bin/dl-comm" env "$work/venv/bin/python") ;;
+    itself) command=("$work/venv/bin/python") ;;
+  esac
   timeout -k 5 300 "${command[@]}" "tests/frameworks/$1_train.py" "$2" >"$work/$2.txt" 2>&1 &&
     grep -qx "backend $2" "$work/$2.txt" && grep -oP '^loss \K.*' "$work/$2.txt"
 }
 
-same() { # CASE: compares the losses of both backends
-  local ours theirs
-  theirs=$(train "$1" gloo) || { tail -40 "$work/gloo.txt" && return 1; }
-  ours=$(train "$1" dl_comm) || { tail -40 "$work/dl_comm.txt" && return 1; }
-  echo "$1: loss $ours with dl_comm, $theirs with gloo"
-  "$base/bin/python" -c 'import math, sys; sys.exit(not math.isclose(*map(float, sys.argv[1:]), rel_tol=1e-4))' "$ours" "$theirs"
+same() { # CASE START...: compares the losses of both backends, with ours by each start
+  local case=$1 ours theirs start
+  shift
+  theirs=$(train "$case" gloo "$1") || { tail -40 "$work/gloo.txt" && return 1; }
+  for start in "$@"; do
+    ours=$(train "$case" dl_comm "$start") || { tail -40 "$work/dl_comm.txt" && return 1; }
+    echo "$case by $start: loss $ours with dl_comm, $theirs with gloo"
+    "$base/bin/python" -c 'import math, sys; sys.exit(not math.isclose(*map(float, sys.argv[1:]), rel_tol=1e-4))' \
+      "$ours" "$theirs" || return 1
+  done
 }
 
 for case in "${cases[@]}"; do
   echo "== $case ($(date +%H:%M:%S))"
   case $case in
-    lightning | accelerate) environment "$case" && same "$case" ;;
-    transformers) environment accelerate transformers && same "$case" ;;
+    lightning) environment "$case" && same "$case" itself ;; # it starts its processes
+    accelerate) environment "$case" && same "$case" torchrun dl-comm-run dl-comm-env ;;
+    transformers) environment accelerate transformers && same "$case" torchrun dl-comm-run dl-comm-env ;;
     *) echo "no case $case" && false ;;
   esac
   # shellcheck disable=SC2181

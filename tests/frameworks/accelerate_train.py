@@ -1,4 +1,4 @@
-"""A small training with Accelerate, started by torchrun: ``accelerate_train.py BACKEND``.
+"""A small training with Accelerate, on two processes: ``accelerate_train.py BACKEND``.
 
 On CPUs Accelerate knows gloo and MPI only, and takes a process group that is there already.
 """

@@ -1,4 +1,4 @@
-"""A small language model with the Trainer of Transformers, started by torchrun: ``transformers_train.py BACKEND``."""
+"""A small language model with the Trainer of Transformers, on two processes: ``transformers_train.py BACKEND``."""
 
 from __future__ import annotations
 
