@@ -1,9 +1,9 @@
 """Random programs of collectives and messages, checked against a model in NumPy.
 
-A program is a list of steps that all ranks draw from one seed. Each rank has a memory for each element type; calls read and
-write parts of it. So they may use what calls in flight use: calls of one group take effect in their order. Every rank
-decides for itself which of its calls it waits for at once, and in which order it starts calls with names that share no
-memory. The model holds the memory of all ranks and runs the steps one after the other.
+A program is a list of steps that all ranks draw from one seed. Each rank has a memory for each element type; calls
+read and write parts of it. So they may use what calls in flight use: calls of one group take effect in their order.
+Every rank decides for itself which of its calls it waits for at once, and in which order it starts calls with names
+that share no memory. The model holds the memory of all ranks and runs the steps one after the other.
 """
 
 from __future__ import annotations

@@ -315,10 +315,10 @@ int dl_comm_group_size(const dl_comm_group_t* group, int* size);
  * Ranks may have different numbers for a group. */
 int dl_comm_group_number(const dl_comm_group_t* group, uint64_t* number);
 
-/* Starts a call and stores a handle in `work`. Does not wait for other ranks. The tensors must stay valid until the call
- * has ended, and be used only by calls of this group until then: these take effect in the order in which they were
- * started, whatever memory they share. `call` and its arrays may be freed at once. Any number of calls may be in flight.
- * An error here means that nothing was started and `done` is not called; errors of the call itself, such as
+/* Starts a call and stores a handle in `work`. Does not wait for other ranks. The tensors must stay valid until the
+ * call has ended, and be used only by calls of this group until then: these take effect in the order in which they were
+ * started, whatever memory they share. `call` and its arrays may be freed at once. Any number of calls may be in
+ * flight. An error here means that nothing was started and `done` is not called; errors of the call itself, such as
  * invalid tensors, come from dl_comm_test, dl_comm_wait and `done`. Collective. */
 int dl_comm_start(const dl_comm_group_t* group, const dl_comm_call_t* call, dl_comm_work_t** work);
 

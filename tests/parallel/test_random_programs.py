@@ -1,4 +1,4 @@
-"""Random programs against a model (``random_programs.py``): a few seconds in the gate, minutes in ``tests/heavy.sh``."""
+"""Random programs against a model (``random_programs.py``): seconds in the gate, minutes in ``tests/heavy.sh``."""
 
 from __future__ import annotations
 

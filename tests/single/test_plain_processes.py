@@ -67,7 +67,11 @@ def test_a_rank_killed_during_the_start_is_named(ranks: Ranks) -> None:
     for killed in (0, 1):
         ranks.forget("up.0", "up.1", "up.2")
         # Rank 3 never comes.
-        text = "meet(rank, 0, 1, 2)\ntry: dl_comm.init()\nexcept dl_comm.PeerLostError as error: print(error, flush=True)"
+        text = """
+meet(rank, 0, 1, 2)
+try: dl_comm.init()
+except dl_comm.PeerLostError as error: print(error, flush=True)
+"""
         processes = [ranks.start(rank, 4, text) for rank in range(3)]
         ranks.wait_for("up.0", "up.1", "up.2")
         time.sleep(1)
