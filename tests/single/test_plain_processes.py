@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,8 @@ import pytest
 import dl_comm
 from launch import launch
 from plain_ranks import Ranks
+
+ANYONES_PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -250,6 +254,44 @@ def test_a_wrong_key_is_refused(ranks: Ranks) -> None:
     ranks.succeeds(ranks.start(1, 2, "wait_for('up.0')\nstart_fails('key of the job')", wrong))
     ranks.succeeds(ranks.start(1, 2, "dl_comm.init()\ncheck_mean()", {"DL_COMM_JOB_KEY": "secret"}))
     ranks.succeeds(zero)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not ANYONES_PYTHON, reason="needs root to be another user, and its Python")
+def test_another_user_of_the_host_is_no_rank(ranks: Ranks) -> None:
+    """Without a key: neither as a rank, nor as rank 0."""
+    stranger = f"""
+import socket, sys, time
+host, port = {ranks.address!r}.split(":")
+if sys.argv[1] == "serves":
+    server = socket.create_server((host, int(port)))
+    print("serves", flush=True)
+    client, _ = server.accept()
+    print("got", len(client.recv(100)), flush=True)
+else:
+    client = socket.create_connection((host, int(port)))
+    client.sendall(bytes(16) + (1).to_bytes(8, "little"))  # the handshake of rank 1
+    client.settimeout(20)
+    try: print("got", len(client.recv(100)), flush=True)
+    except ConnectionError: print("got 0", flush=True)
+"""
+
+    def other(what: str) -> subprocess.Popen[str]:
+        command = [str(ANYONES_PYTHON), "-c", stranger, what]
+        return subprocess.Popen(command, user=65534, group=65534, extra_groups=[], stdout=subprocess.PIPE, text=True)
+
+    with other("serves") as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "serves\n"
+        ranks.succeeds(ranks.start(1, 2, "start_fails('a program of user 65534', 'DL_COMM_JOB_KEY')"))
+        assert server.stdout.read() == "got 0\n", "nothing is sent to it"
+    zero = ranks.start(0, 2, "mark('up.0')\ndl_comm.init()\ncheck_mean()")
+    ranks.wait_for("up.0")
+    time.sleep(1)
+    with other("connects") as client:
+        assert client.stdout is not None
+        assert client.stdout.read() == "got 0\n", "no answer"
+    ranks.succeeds(ranks.start(1, 2, "dl_comm.init()\ncheck_mean()"))
+    assert "refused a connection: a program of user 65534" in ranks.succeeds(zero)
 
 
 def test_a_key_lets_ranks_use_any_address(ranks: Ranks) -> None:

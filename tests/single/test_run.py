@@ -69,6 +69,15 @@ def test_tags_and_a_file_for_each_rank(ranks: Runner, tmp_path: Path) -> None:
         assert sorted(kept.splitlines()) == [f"hello from {rank}", f"noted by {rank}"]
 
 
+def test_a_log_file_that_is_a_link_is_left_alone(ranks: Runner, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "rank-1.log").symlink_to(tmp_path / "kept")
+    finished = ranks(PROGRAM, "--output-dir", str(tmp_path))
+    assert f"cannot write {tmp_path}/rank-1.log: it is a link" in finished.output
+    assert "hello from 0" in (tmp_path / "rank-0.log").read_text()
+    assert (tmp_path / "kept").read_text() == "kept"
+
+
 def test_all_output(ranks: Runner) -> None:
     finished = ranks(PROGRAM, "--all-output")
     assert sorted(finished.output.splitlines()) == ["hello from 0", "hello from 1", "noted by 0", "noted by 1"]

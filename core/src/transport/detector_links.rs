@@ -9,7 +9,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use super::close_on_fork::CloseOnForkStream;
-use super::hello::{PendingConnections, configure, hello, verify_key};
+use super::hello::{Admission, PendingConnections, configure, hello, verify_key};
 use crate::error::{Error, Result};
 use crate::log::log_line;
 
@@ -176,10 +176,10 @@ pub(super) fn connect(
         }
     }
     let mut missing: HashSet<usize> = below.into_iter().collect();
-    let mut pending = PendingConnections::default();
+    let mut pending = PendingConnections::new(Admission::Key(key));
     while !missing.is_empty() {
         let slice = until.min(Instant::now() + FAILURE_CHECK);
-        match pending.next(&listener.sockets, key, slice) {
+        match pending.next(&listener.sockets, slice) {
             Ok((host, stream)) if missing.remove(&host) => match connection(stream, &hosts[host]) {
                 Ok(connection) => connected.push(connection),
                 Err(error) => failed(host, error),

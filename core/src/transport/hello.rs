@@ -14,6 +14,9 @@ use rustix::io::Errno;
 use rustix::net::sockopt;
 use rustix::time::Timespec;
 
+use super::peer_user::{own_user, peer_user};
+use crate::log::log_line;
+
 /// Time limit for the handshake of a connection; hosts of the job send it at once.
 const MAX_HELLO_AGE: Duration = Duration::from_secs(2);
 /// Maximum number of unauthenticated connections; a new one replaces the oldest.
@@ -79,16 +82,61 @@ struct Connection {
     hello: Hello,
 }
 
+/// Who may be a process of the job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Admission {
+    /// Whoever knows the job's key.
+    Key(u128),
+    /// There is no key: the processes of this user, on this host.
+    OwnUser,
+}
+
+impl Admission {
+    /// The key in handshakes.
+    pub fn key(self) -> u128 {
+        match self {
+            Admission::Key(key) => key,
+            Admission::OwnUser => 0,
+        }
+    }
+
+    /// Checks the program at the other end of a connection, as far as that is possible before its handshake.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PermissionDenied`] with the other user.
+    pub fn check(self, stream: &TcpStream) -> io::Result<()> {
+        if self != Admission::OwnUser {
+            return Ok(());
+        }
+        let whose = match peer_user(stream)? {
+            Some(user) if user == own_user() => return Ok(()),
+            Some(user) => format!("a program of user {user}"),
+            None => "a program of an unknown user".to_owned(),
+        };
+        Err(io::Error::new(
+            ErrorKind::PermissionDenied,
+            format!("{whose} is there, and not one of this process's user {}; set DL_COMM_JOB_KEY", own_user()),
+        ))
+    }
+}
+
 /// Connections with incomplete handshakes.
-#[derive(Default)]
-pub struct PendingConnections(Vec<Connection>);
+pub struct PendingConnections {
+    connections: Vec<Connection>,
+    admission: Admission,
+}
 
 impl PendingConnections {
+    /// None yet.
+    pub fn new(admission: Admission) -> PendingConnections {
+        PendingConnections { connections: Vec::new(), admission }
+    }
+
     /// Waits until `until` for a connection of this job and answers it. Returns the host that it comes from.
     ///
     /// # Errors
     /// [`ErrorKind::TimedOut`]; system errors.
-    pub fn next(&mut self, listeners: &[TcpListener], key: u128, until: Instant) -> io::Result<(usize, TcpStream)> {
+    pub fn next(&mut self, listeners: &[TcpListener], until: Instant) -> io::Result<(usize, TcpStream)> {
         let listeners: Vec<&TcpListener> = listeners.iter().collect();
         listeners.iter().try_for_each(|socket| socket.set_nonblocking(true))?;
         loop {
@@ -100,7 +148,7 @@ impl PendingConnections {
             let mut polled: Vec<PollFd<'_>> = self.sockets(&listeners).collect();
             poll_until(&mut polled, Some(limit))?;
             let ready = readiness(&polled);
-            if let Some(found) = self.advance(&listeners, &ready, key)? {
+            if let Some(found) = self.advance(&listeners, &ready)? {
                 return Ok(found);
             }
         }
@@ -111,13 +159,13 @@ impl PendingConnections {
         &'a self,
         listeners: &'a [L],
     ) -> impl Iterator<Item = PollFd<'a>> {
-        let connections = self.0.iter().map(|connection| PollFd::new(&connection.stream, PollFlags::IN));
+        let connections = self.connections.iter().map(|connection| PollFd::new(&connection.stream, PollFlags::IN));
         listeners.iter().map(|socket| PollFd::new(&**socket, PollFlags::IN)).chain(connections)
     }
 
     /// How long a poll may last, because connections become too old; `None` without any.
     pub fn poll_limit(&self) -> Option<Duration> {
-        (!self.0.is_empty()).then_some(MAX_HELLO_AGE)
+        (!self.connections.is_empty()).then_some(MAX_HELLO_AGE)
     }
 
     /// Accepts and reads what is `ready`, a flag for each of [`PendingConnections::sockets`]. Returns a connection of
@@ -129,17 +177,17 @@ impl PendingConnections {
         &mut self,
         listeners: &[L],
         ready: &[bool],
-        key: u128,
     ) -> io::Result<Option<(usize, TcpStream)>> {
         let (new, ready) = ready.split_at(listeners.len());
+        let key = self.admission.key();
         // Read old connections first: accepting a new one may close an old one.
         let mut index = 0;
         for &ready in ready {
             match if ready { self.read(index, key) } else { Caller::Unknown } {
                 Caller::Unknown => index += 1,
-                Caller::Stranger => drop(self.0.remove(index)),
+                Caller::Stranger => drop(self.connections.remove(index)),
                 Caller::Host(host) => {
-                    let mut stream = self.0.remove(index).stream;
+                    let mut stream = self.connections.remove(index).stream;
                     stream.set_nonblocking(false)?;
                     if stream.write_all(&(!key).to_le_bytes()).is_ok() {
                         return Ok(Some((host, stream)));
@@ -147,7 +195,7 @@ impl PendingConnections {
                 }
             }
         }
-        self.0.retain(|connection| connection.since.elapsed() < MAX_HELLO_AGE);
+        self.connections.retain(|connection| connection.since.elapsed() < MAX_HELLO_AGE);
         for (socket, _) in listeners.iter().zip(new).filter(|(_, new)| **new) {
             self.accept(socket);
         }
@@ -157,22 +205,25 @@ impl PendingConnections {
     fn accept(&mut self, socket: &TcpListener) {
         match socket.accept() {
             Ok((stream, _)) if stream.set_nonblocking(true).is_ok() => {
-                if self.0.len() == MAX_PENDING {
-                    self.0.remove(0);
+                if let Err(refusal) = self.admission.check(&stream) {
+                    return log_line(&format!("refused a connection: {refusal}"));
                 }
-                self.0.push(Connection { stream, since: Instant::now(), hello: Hello::default() });
+                if self.connections.len() == MAX_PENDING {
+                    self.connections.remove(0);
+                }
+                self.connections.push(Connection { stream, since: Instant::now(), hello: Hello::default() });
             }
             // Already closed.
             Ok(_) => {}
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted) => {}
             // No descriptor left: free one, or wait until one is free.
-            Err(_) if self.0.is_empty() => thread::sleep(RETRY),
-            Err(_) => drop(self.0.remove(0)),
+            Err(_) if self.connections.is_empty() => thread::sleep(RETRY),
+            Err(_) => drop(self.connections.remove(0)),
         }
     }
 
     fn read(&mut self, index: usize, key: u128) -> Caller {
-        let Connection { stream, hello, .. } = &mut self.0[index];
+        let Connection { stream, hello, .. } = &mut self.connections[index];
         match stream.read(hello.rest()) {
             Ok(0) => Caller::Stranger,
             Ok(count) => hello.take(count, key),
@@ -237,6 +288,10 @@ mod tests {
         Instant::now() + Duration::from_secs(60)
     }
 
+    fn pending() -> PendingConnections {
+        PendingConnections::new(Admission::Key(7))
+    }
+
     fn dial(listener: &TcpListener) -> TcpStream {
         TcpStream::connect(listener.local_addr().unwrap()).unwrap()
     }
@@ -255,15 +310,15 @@ mod tests {
         let mut peer = dial(&listeners[1]);
         peer.write_all(&hello(7, 5)).unwrap();
         let silent = dial(&listeners[0]);
-        let mut pending = PendingConnections::default();
+        let mut pending = pending();
         let started = Instant::now();
-        let (host, mut stream) = pending.next(&listeners, 7, deadline()).unwrap();
+        let (host, mut stream) = pending.next(&listeners, deadline()).unwrap();
         assert!(started.elapsed() < MAX_HELLO_AGE * 10, "not as long as the strangers, one after the other");
         stream.write_all(b"x").unwrap();
         let mut answer = [0; 17];
         peer.read_exact(&mut answer).unwrap();
         assert_eq!((host, &answer[..16], answer[16]), (5, &(!7u128).to_le_bytes()[..], b'x'));
-        let end = pending.next(&listeners, 7, Instant::now() + Duration::from_millis(50)).map(drop).unwrap_err();
+        let end = pending.next(&listeners, Instant::now() + Duration::from_millis(50)).map(drop).unwrap_err();
         assert_eq!(end.kind(), ErrorKind::TimedOut);
         drop((strangers, silent));
     }
@@ -280,7 +335,7 @@ mod tests {
                 }
                 peer.read_exact(&mut [0; 16]).unwrap();
             });
-            assert_eq!(PendingConnections::default().next(&listeners, 7, deadline()).unwrap().0, 3);
+            assert_eq!(pending().next(&listeners, deadline()).unwrap().0, 3);
         });
     }
 
@@ -294,7 +349,7 @@ mod tests {
             let waiter = scope.spawn(move || {
                 // SAFETY: pthread_self always succeeds.
                 sender.send(unsafe { libc::pthread_self() }).unwrap();
-                PendingConnections::default().next(&listeners, 7, deadline()).map(|(host, _)| host)
+                pending().next(&listeners, deadline()).map(|(host, _)| host)
             });
             let thread_id = receiver.recv().unwrap();
             for _ in 0..20 {

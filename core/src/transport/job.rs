@@ -14,6 +14,7 @@ use super::bootstrap::{Bootstrap, Exchanges, Network};
 use super::detector_links::{FAILURE_CHECK, HostAddress, Listener};
 use super::failure_detector::{FailureDetector, HostGroups, MonitoredProcess};
 use super::group_memory::GroupMemory;
+use super::hello::Admission;
 use super::mailbox::memory::arena_header;
 use super::mailbox::process_memory;
 use super::messages::MessageNetwork;
@@ -93,7 +94,7 @@ impl Job {
         let store: Arc<dyn Store> = match (served?, ranks.bootstrap.store()) {
             (Some((store, _)), _) | (None, Some(store)) => store,
             (None, None) if store_addresses.is_empty() => Arc::new(MemoryStore::default()),
-            (None, None) => Arc::new(TcpStore::new(store_addresses, ranks.key, ranks.topology.rank())),
+            (None, None) => Arc::new(TcpStore::new(store_addresses, Admission::Key(ranks.key), ranks.topology.rank())),
         };
         Ok(Job {
             ranks,
@@ -282,7 +283,7 @@ fn serve_store(ranks: &Ranks) -> Result<Option<Served>> {
     }
     let listener = if topology.hosts() > 1 { Listener::open(&ranks.config.interface)? } else { Listener::loopback()? };
     let address = listener.address();
-    Ok(Some((Arc::new(ServedStore::start(listener.sockets, topology.size(), ranks.key)?), address)))
+    Ok(Some((Arc::new(ServedStore::start(listener.sockets, topology.size(), Admission::Key(ranks.key))?), address)))
 }
 
 /// The CPUs of the ranks, and the addresses of the store that rank 0 has `served`. Fails on all

@@ -28,6 +28,7 @@ pub mod memory;
 pub mod messages;
 mod mpi;
 pub mod network_model;
+mod peer_user;
 pub mod process;
 mod range_allocator;
 pub mod rank0_address;

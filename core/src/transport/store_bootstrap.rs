@@ -18,6 +18,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Members, Network};
 use super::detector_links::{CONNECT_TIMEOUT, FAILURE_CHECK, HostAddress, Listener};
+use super::hello::Admission;
 use super::launcher::{PreparedStart, StartedNetwork, Way, Ways, prepare_start, start_network};
 use super::rank0_address::{resolve, unusable, warning_of_loopback};
 use super::ranks::{agreed, proposal};
@@ -85,7 +86,8 @@ pub fn connect_by_address(rendezvous: &Rendezvous, config: &Config) -> Result<Ar
         return limited(config, |wait_ctx| join(0, 1, &|_| Ok(Arc::new(MemoryStore::default())), wait_ctx));
     }
     let resolve = |wait_ctx: &WaitContext<'_>| resolve(rendezvous, wait_ctx);
-    let key = key.unwrap_or_default();
+    // Without a key only loopback addresses are used.
+    let admission = key.map_or(Admission::OwnUser, Admission::Key);
     if rank == 0 {
         let serve = |wait_ctx: &WaitContext<'_>| {
             let addresses = resolve(wait_ctx)?;
@@ -96,7 +98,7 @@ pub fn connect_by_address(rendezvous: &Rendezvous, config: &Config) -> Result<Ar
             if sockets.is_empty() {
                 return Err(unusable(address, &format!("rank 0 cannot listen there: {}", refused.unwrap_or_default())));
             }
-            Ok(Arc::new(ServedStore::start(sockets, size, key)?) as Arc<dyn Store>)
+            Ok(Arc::new(ServedStore::start(sockets, size, admission)?) as Arc<dyn Store>)
         };
         return limited(config, |wait_ctx| {
             let store = serve(wait_ctx)?;
@@ -104,7 +106,7 @@ pub fn connect_by_address(rendezvous: &Rendezvous, config: &Config) -> Result<Ar
         });
     }
     let dial = |wait_ctx: &WaitContext<'_>| {
-        let store = TcpStore::new(resolve(wait_ctx)?, key, rank);
+        let store = TcpStore::new(resolve(wait_ctx)?, admission, rank);
         store.connect(wait_ctx)?;
         Ok(Arc::new(store) as Arc<dyn Store>)
     };

@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -380,9 +381,11 @@ class OutputForwarder:
         path = Path(self.job["output_dir"], f"rank-{self.rank:0{digits}}.log")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            # Somebody else may write in the folder: a link there could name any file of this user.
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
-            self._log(f"cannot write {path}: {error.strerror}")
+            why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+            self._log(f"cannot write {path}: {why}")
             return None
 
     def _read_parent(self, data: bytes) -> bool:

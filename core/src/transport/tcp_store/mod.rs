@@ -18,7 +18,7 @@ use rustix::event::{PollFd, PollFlags};
 use self::server::Server;
 use self::wire::{Frames, Reply, Request};
 use super::close_on_fork::{CloseOnFork, CloseOnForkStream};
-use super::hello::{configure, hello, poll_until, verify_key};
+use super::hello::{Admission, configure, hello, poll_until, verify_key};
 use super::store::{POLL_INTERVAL, Store};
 use super::wait_context::WaitContext;
 use crate::error::{Error, Result};
@@ -33,12 +33,12 @@ const RETRY: (Duration, Duration) = (Duration::from_millis(1), Duration::from_mi
 pub struct ServedStore(Server);
 
 impl ServedStore {
-    /// Serves up to `clients` clients that know `key` on `listeners`.
+    /// Serves up to `clients` clients of the job on `listeners`.
     ///
     /// # Errors
     /// [`Error::System`]
-    pub fn start(listeners: Vec<TcpListener>, clients: usize, key: u128) -> Result<ServedStore> {
-        Server::start(listeners, clients, key).map(ServedStore)
+    pub fn start(listeners: Vec<TcpListener>, clients: usize, admission: Admission) -> Result<ServedStore> {
+        Server::start(listeners, clients, admission).map(ServedStore)
     }
 }
 
@@ -71,7 +71,7 @@ impl Store for ServedStore {
 /// The store in another process.
 pub struct TcpStore {
     addresses: Vec<SocketAddr>,
-    key: u128,
+    admission: Admission,
     /// This process's rank.
     rank: usize,
     state: Mutex<State>,
@@ -93,8 +93,8 @@ struct State {
 
 impl TcpStore {
     /// The store that listens on one of `addresses`. Connects at the first use.
-    pub fn new(addresses: Vec<SocketAddr>, key: u128, rank: usize) -> TcpStore {
-        TcpStore { addresses, key, rank, state: Mutex::default(), changed: Condvar::new() }
+    pub fn new(addresses: Vec<SocketAddr>, admission: Admission, rank: usize) -> TcpStore {
+        TcpStore { addresses, admission, rank, state: Mutex::default(), changed: Condvar::new() }
     }
 
     /// Connects now; repeats that until the wait context ends.
@@ -105,6 +105,9 @@ impl TcpStore {
         let mut delay = RETRY.0;
         loop {
             let Err(error) = self.dial() else { return Ok(()) };
+            if error.kind() == ErrorKind::PermissionDenied {
+                return Err(Error::Network(self.describe(&error)));
+            }
             wait_ctx.check(Duration::ZERO, &|| format!("rank 0 ({})", self.describe(&error)))?;
             thread::sleep(delay);
             delay = (delay * 2).min(RETRY.1);
@@ -158,8 +161,9 @@ impl TcpStore {
     fn dial_address(&self, address: &SocketAddr) -> io::Result<TcpStream> {
         let until = Instant::now() + ATTEMPT;
         let mut stream = TcpStream::connect_timeout(address, ATTEMPT)?;
-        stream.write_all(&hello(self.key, self.rank))?;
-        verify_key(&mut stream, self.key, until)?;
+        self.admission.check(&stream)?;
+        stream.write_all(&hello(self.admission.key(), self.rank))?;
+        verify_key(&mut stream, self.admission.key(), until)?;
         configure(&stream)?;
         Ok(stream)
     }

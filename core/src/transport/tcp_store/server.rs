@@ -20,7 +20,7 @@ use super::wire::{Frames, MAX_FRAME, Reply, Request};
 use crate::error::{Error, Result};
 use crate::log::log_line;
 use crate::transport::close_on_fork::{CloseOnFork, CloseOnForkStream};
-use crate::transport::hello::{PendingConnections, configure, poll_until, readiness};
+use crate::transport::hello::{Admission, PendingConnections, configure, poll_until, readiness};
 use crate::transport::store::MemoryStore;
 
 /// The most requests of one client that wait for a key.
@@ -44,11 +44,11 @@ struct Shared {
 }
 
 impl Server {
-    /// Serves up to `clients` clients that know `key` on `listeners`.
+    /// Serves up to `clients` clients of the job on `listeners`.
     ///
     /// # Errors
     /// [`Error::System`]
-    pub fn start(listeners: Vec<TcpListener>, clients: usize, key: u128) -> Result<Server> {
+    pub fn start(listeners: Vec<TcpListener>, clients: usize, admission: Admission) -> Result<Server> {
         allow_descriptors(clients);
         let failed = |error: io::Error| Error::system("starting the job's store", error);
         listeners.iter().try_for_each(|socket| socket.set_nonblocking(true)).map_err(failed)?;
@@ -57,8 +57,8 @@ impl Server {
         let mut serving = Serving {
             shared: Arc::clone(&shared),
             listeners: listeners.into_iter().map(CloseOnFork::new).collect(),
-            key,
-            pending: PendingConnections::default(),
+            admission,
+            pending: PendingConnections::new(admission),
             clients: HashMap::new(),
             waits: HashMap::new(),
             num_clients: 0,
@@ -118,7 +118,7 @@ struct Client {
 struct Serving {
     shared: Arc<Shared>,
     listeners: Vec<CloseOnFork<TcpListener>>,
-    key: u128,
+    admission: Admission,
     pending: PendingConnections,
     /// By number, in the order of arrival.
     clients: HashMap<u64, Client>,
@@ -156,7 +156,7 @@ impl Serving {
         for (&number, _) in numbers.iter().zip(&ready[1..]).filter(|(_, ready)| **ready) {
             self.serve(number);
         }
-        if let Some((_, stream)) = self.pending.advance(&self.listeners, &ready[1 + numbers.len()..], self.key)?
+        if let Some((_, stream)) = self.pending.advance(&self.listeners, &ready[1 + numbers.len()..])?
             && configure(&stream).is_ok()
         {
             let (stream, frames) = (CloseOnFork::new(stream), Frames::default());
@@ -290,7 +290,7 @@ impl Serving {
     /// else. New clients are for the next server.
     fn finish(&mut self) -> io::Result<()> {
         self.listeners.clear();
-        self.pending = PendingConnections::default();
+        self.pending = PendingConnections::new(self.admission);
         self.answer_all();
         let until = Instant::now() + MAX_END;
         loop {

@@ -14,11 +14,11 @@ fn within<T>(limit: Option<Duration>, work: impl FnOnce(&WaitContext<'_>) -> Res
 fn serve() -> (ServedStore, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    (ServedStore::start(vec![listener], 7, KEY).unwrap(), address)
+    (ServedStore::start(vec![listener], 7, Admission::Key(KEY)).unwrap(), address)
 }
 
 fn client(address: SocketAddr) -> TcpStore {
-    TcpStore::new(vec![address], KEY, 1)
+    TcpStore::new(vec![address], Admission::Key(KEY), 1)
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn lost_and_wrong_clients_leave_the_others_alone() {
     let good = client(address);
     within(None, |ctx| good.set("a", b"1", ctx)).unwrap();
     // A wrong key, a silent connection, garbage after the handshake, and one that ends while it waits.
-    let wrong = TcpStore::new(vec![address], KEY + 1, 1);
+    let wrong = TcpStore::new(vec![address], Admission::Key(KEY + 1), 1);
     let refused = within(None, |ctx| wrong.try_get("a", ctx));
     assert!(matches!(refused, Err(Error::Network(text)) if text.contains("key of the job")));
     let silent = TcpStream::connect(address).unwrap();
@@ -158,7 +158,7 @@ fn a_client_waits_for_the_server_to_start() {
         let connected = scope.spawn(|| within(None, |ctx| absent.connect(ctx)));
         thread::sleep(Duration::from_millis(20));
         let listener = TcpListener::bind(address).unwrap();
-        let _served = ServedStore::start(vec![listener], 7, KEY).unwrap();
+        let _served = ServedStore::start(vec![listener], 7, Admission::Key(KEY)).unwrap();
         assert_eq!(connected.join().unwrap(), Ok(()));
     });
 }
