@@ -85,6 +85,38 @@ except dl_comm.PeerLostError as error: print(error, flush=True)
         processes[killed].wait(60)
 
 
+def test_ranks_that_create_different_groups_learn_it(ranks: Ranks) -> None:
+    """Other names, other members, another order: long before the deadline. They go on afterwards."""
+    text = """
+def fails(ranks, name, *words):
+    try: dl_comm.Group(ranks, name)
+    except dl_comm.MismatchError as error: assert all(word in str(error) for word in words), error
+    else: raise SystemExit("no error")
+def works(ranks, name):
+    with dl_comm.Group(ranks, name) as group:
+        assert dl_comm.allreduce(1, group=group) == len(ranks)
+dl_comm.init()
+both = ("rank 0: group 'a' of ranks [0, 1]", "rank 1: group 'b' of ranks [0, 1]")
+if rank < 2:
+    fails([0, 1], "ab"[rank], *both)
+    works([0, 1], "b")
+    works([0, 1], "a")
+dl_comm.barrier()
+if rank == 2: time.sleep(3)
+fails([0, 1] if rank == 0 else [2, 1, 0], "c", "group 'c' of ranks [0, 1]", "group 'c' of ranks [2, 1, 0]")
+works([2, 1, 0], "c")
+dl_comm.barrier()
+if rank == 0:
+    try: dl_comm.Group([0, 1], "d", timeout=1)
+    except dl_comm.TimeoutError as error: assert "rank 1" in str(error), error
+    else: raise SystemExit("no error")
+dl_comm.barrier()
+dl_comm.finalize()
+"""
+    for process in [ranks.start(rank, 3, text, {"DL_COMM_TIMEOUT_S": "300"}) for rank in range(3)]:
+        ranks.succeeds(process)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_ends_the_wait_for_other_ranks(ranks: Ranks, rank: int) -> None:
     # A program that a shell has started in the background ignores Ctrl-C.

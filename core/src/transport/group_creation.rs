@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::arena::PeerMemory;
+use super::creations::{Creation, LOOK_EVERY};
 use super::group_agreement::{Agreement, Share};
 use super::group_arenas::{GroupArenas, readable_processes};
 use super::group_memory::NewControl;
@@ -19,10 +20,10 @@ use super::shm_region::{Liveness, LocalPeer, RegionLayout, ShmRegion};
 use super::spin::MaxSpins;
 use super::wait_context::{WaitContext, with_limits};
 use super::{GroupResources, HostLink};
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::group_config::GroupConfig;
 use crate::group_key::{GroupKey, GroupName, Members};
-use crate::lock::lock;
 use crate::topology::Topology;
 use crate::wire_layout::exchange_buffer_bytes;
 
@@ -53,8 +54,10 @@ impl Job {
         config: &GroupConfig,
         ready: Result<()>,
     ) -> Result<GroupResources> {
-        let (key, topology, names) =
-            (self.next_key(name, members), self.topology_of(members), self.member_names(members));
+        let first = GroupKey::new(name.clone(), members, 0).hash();
+        let generation = self.creations.next_generation(first);
+        let key = GroupKey::new(name, members, generation);
+        let (topology, names) = (self.topology_of(members), self.member_names(members));
         let what = format!("the creation of {}", key.name());
         let plan = Plan { key: &key, members, topology: &topology, names: &names, config };
         match members {
@@ -68,29 +71,44 @@ impl Job {
                 self.create(&plan, ready, agree, wait_ctx)
             }),
             Members::List { .. } => {
-                let timeout = self.ranks.config.timeout.map(|timeout| match members.me() {
+                let after = config.timeout.after.map(|timeout| match members.me() {
                     0 => timeout,
                     _ => timeout + FIRST_MEMBER_MARGIN,
                 });
+                let timeout = Deadline { after, ..config.timeout };
+                let listed: Vec<usize> = members.iter().collect();
+                let running = self.creations.start(
+                    &*self.store,
+                    Creation {
+                        hash: key.hash(),
+                        first,
+                        generation,
+                        text: format!("{} of ranks {listed:?}", key.name()),
+                        members: listed,
+                        on_main_thread: rustix::thread::gettid() == rustix::process::getpid(),
+                    },
+                );
+                let conflicts = Cell::new((Instant::now(), 0));
+                let conflict = || {
+                    let (looked, looks) = conflicts.get();
+                    if looked.elapsed() < LOOK_EVERY || members.size() == 1 {
+                        return None;
+                    }
+                    conflicts.set((Instant::now(), looks + 1));
+                    running.conflict(looks)
+                };
                 let name = |member: usize| self.ranks.names[members.to_world(member)].clone();
                 let prefix = format!("group/{:016x}", key.hash());
                 let looked = Cell::new(Instant::now());
                 let agreement = Agreement { store: &*self.store, prefix, topology: &topology, name: &name, looked };
-                let failed = || self.lost_member(members, &what).or_else(|| agreement.decided_error());
+                let failed =
+                    || self.lost_member(members, &what).or_else(|| agreement.decided_error()).or_else(&conflict);
                 with_limits(&what, timeout, self.ranks.config.stall_warn, &failed, |wait_ctx| {
                     let agree = |shape: &str, outcome: Result<Share>| agreement.agree(shape, outcome, wait_ctx);
                     self.create(&plan, ready, agree, wait_ctx)
                 })
             }
         }
-    }
-
-    fn next_key(&self, name: GroupName, members: &Members) -> GroupKey {
-        let first = GroupKey::new(name.clone(), members, 0);
-        let mut generations = lock(&self.generations);
-        let generation = generations.entry(first.hash()).or_insert(0);
-        *generation += 1;
-        GroupKey::new(name, members, *generation)
     }
 
     /// A lost member, if one is known to be lost.

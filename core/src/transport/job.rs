@@ -1,7 +1,6 @@
 //! The job: what its ranks share, made at start through a [`Bootstrap`]. [`super::group_creation`] makes its groups.
 
 use std::cell::Cell;
-use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,6 +10,7 @@ use std::time::Instant;
 use super::NetworkModel;
 use super::arena::Arenas;
 use super::bootstrap::{Bootstrap, Exchanges, Network};
+use super::creations::Creations;
 use super::detector_links::{FAILURE_CHECK, HostAddress, Listener};
 use super::failure_detector::{FailureDetector, HostGroups, MonitoredProcess};
 use super::group_memory::GroupMemory;
@@ -46,8 +46,8 @@ pub struct Job {
     cpu_bounds: Vec<CpuBounds>,
     /// The groups of this host, in its shared memory.
     pub(super) groups: Arc<GroupMemory>,
-    /// How many groups this process has made, by name and members.
-    pub(super) generations: Mutex<HashMap<u64, u64>>,
+    /// The groups that this process creates.
+    pub(super) creations: Creations,
     /// Until all ranks have come to the end.
     detector: Mutex<Option<FailureDetector>>,
     /// An error that left the ranks out of sync while a group of all ranks was created: no further one can be created.
@@ -96,6 +96,7 @@ impl Job {
             (None, None) if store_addresses.is_empty() => Arc::new(MemoryStore::default()),
             (None, None) => Arc::new(TcpStore::new(store_addresses, Admission::Key(ranks.key), ranks.topology.rank())),
         };
+        let creations = Creations::new(ranks.topology.rank());
         Ok(Job {
             ranks,
             store,
@@ -104,7 +105,7 @@ impl Job {
             network_model,
             cpu_bounds,
             groups,
-            generations: Mutex::default(),
+            creations,
             detector: Mutex::new(detector),
             poisoned: OnceLock::new(),
             left: AtomicBool::new(false),

@@ -9,6 +9,7 @@ pub mod arena;
 pub mod backoff;
 pub mod bootstrap;
 pub mod close_on_fork;
+mod creations;
 mod cuda;
 pub mod detector_links;
 pub mod failure_detector;
