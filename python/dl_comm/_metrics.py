@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dl_comm import _dl_comm
+from dl_comm._agreement import failing_together
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._process import CONTROL_TEAM
 
@@ -34,11 +35,8 @@ def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str
         MismatchError: The ranks passed different names; the message lists them.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    if not isinstance(metrics, Mapping):
-        raise DTypeError(f"average_metrics takes a dict of names and numbers, not a {type(metrics).__name__}")
-    if not (weight >= 0 and math.isfinite(weight)):
-        raise ArgumentError(f"invalid weight: {weight!r} (expected a finite number >= 0)")
-    numbers = {name: _number(name, value) for name, value in metrics.items()}
+    with failing_together("average_metrics"):
+        numbers = _checked(metrics, weight)
     names = sorted(numbers)
     # A rank without samples often has NaN metrics, and 0 * NaN is NaN.
     products = [weight * numbers[name] if weight else 0.0 for name in names]
@@ -49,6 +47,14 @@ def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str
         raise ArgumentError("the weight is 0 on all ranks; at least one must be positive")
     by_name = dict(zip(names, (means[:-1] / means[-1]).tolist(), strict=True))
     return {name: by_name[name] for name in metrics}
+
+
+def _checked(metrics: Any, weight: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise DTypeError(f"average_metrics takes a dict of names and numbers, not a {type(metrics).__name__}")
+    if isinstance(weight, (str, bytes)) or not np.isreal(weight) or not (weight >= 0 and math.isfinite(weight)):
+        raise ArgumentError(f"invalid weight: {weight!r} (expected a finite number >= 0)")
+    return {name: _number(name, value) for name, value in metrics.items()}
 
 
 def _number(name: Any, value: Any) -> float:

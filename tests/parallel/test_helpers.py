@@ -82,3 +82,16 @@ def test_a_metric_that_is_no_number(framework: Framework, wrong: Any) -> None:
     with pytest.raises(mc.DTypeError, match="'loss' is not a number"):
         mc.average_metrics({"loss": framework.make(wrong)})
     assert mc.average_metrics({"loss": framework.make(np.array(2.0))}) == {"loss": 2.0}
+
+
+@pytest.mark.needs("tensors")
+def test_a_metric_that_is_no_number_on_one_rank(framework: Framework, rank: int, size: int) -> None:
+    """Every rank raises, and the next metrics are those of the same call."""
+    for step in range(3):
+        bad = step == 0 and rank == size - 1
+        metrics = {"loss": None if bad else framework.make(np.float32(step + rank))}
+        if step:
+            assert mc.average_metrics(metrics) == {"loss": step + (size - 1) / 2}
+        else:
+            with pytest.raises(mc.DTypeError if bad else mc.MismatchError, match="metric 'loss' is not a number"):
+                mc.average_metrics(metrics)

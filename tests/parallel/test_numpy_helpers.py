@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -52,6 +55,42 @@ def test_a_metric_that_is_no_number(wrong: object) -> None:
         mc.average_metrics({"loss": wrong})
     with pytest.raises(mc.DTypeError, match="must be a string"):
         mc.average_metrics({1: 1.0})  # type: ignore[dict-item]
+
+
+class TestObjects:
+    """An object that one rank cannot pickle: every rank raises, and the next call is the next one of all."""
+
+    calls: ClassVar[dict[str, Callable[..., Any]]] = {
+        "broadcast": lambda value, root, size: [mc.broadcast_object(value, root)] * size,
+        "all_gather": lambda value, root, size: mc.all_gather_object(value),
+        "gather": lambda value, root, size: mc.gather_object(value, root),
+    }
+
+    @pytest.mark.parametrize("name", calls)
+    def test_that_cannot_be_pickled(self, name: str, rank: int, size: int) -> None:
+        root = size - 1
+        for step in range(3):
+            if step != 1:
+                found = self.calls[name]({"step": step}, root, size)
+                assert found == (None if name == "gather" and rank != root else [{"step": step}] * size)
+            elif rank == root:
+                with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+                    self.calls[name](lambda: 0, root, size)
+            else:
+                text = f"rank {root} could not pickle the object of {name}_object: .*lambda"
+                with pytest.raises(mc.CommError, match=text):
+                    self.calls[name]({"step": step}, root, size)
+
+    @pytest.mark.parametrize("name", ["broadcast", "gather"])
+    def test_a_root_that_is_none(self, name: str, rank: int, size: int) -> None:
+        for step in range(2):
+            bad = step == 0 and rank == size - 1
+            if step == 0:
+                with pytest.raises(mc.ArgumentError if bad else mc.MismatchError, match="invalid root: 99"):
+                    self.calls[name](step, 99 if bad else 0, size)
+            else:
+                found = self.calls[name](step, 0, size)
+                assert found == (None if name == "gather" and rank else [1] * size)
 
 
 def test_paths(rank: int) -> None:
