@@ -9,9 +9,12 @@
 namespace dl_comm::torch_ops {
 namespace {
 
+// What follows in the labels are names for the ranks to compare, see core/src/collective/tensor_names.rs.
+constexpr char kComparedNames = '\x1f';
+
 // Line `index` of `labels`; empty if there are fewer lines.
 std::string line(const std::string& labels, std::size_t index) {
-  std::istringstream lines(labels);
+  std::istringstream lines(labels.substr(0, labels.find(kComparedNames)));
   std::string text;
   for (std::size_t i = 0; i <= index; ++i) {
     if (!std::getline(lines, text)) return "";

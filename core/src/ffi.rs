@@ -55,7 +55,8 @@ mod bridge {
     /// - `towers`: the number of replicas of the list, one after the other.
     /// - `name`, `instance_id`: the ranks must agree on both; `instance_id` distinguishes calls of one name in
     ///   flight together.
-    /// - `tensor_names`: names of one tower's tensors for messages, a line each, or empty.
+    /// - `tensor_names`: names of one tower's tensors for messages, a line each, or empty. After U+001F may follow the
+    ///   names that must be the same on all ranks, a line each; nothing there means those for messages.
     /// - `owner`: distinguishes, on this rank only, equal lists of one name, which must not share carried means.
     /// - `continues_step`: the call continues the step of the call before it, which the schedule has counted.
     /// - `return_weights`: with `results`, returns the call's own mean and the carried one separately (see

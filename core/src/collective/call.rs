@@ -11,6 +11,7 @@ use super::blocks::Counts;
 use super::call_config::CallConfig;
 use super::check::{check, extents};
 use super::operation::{Op, Pattern, Root};
+use super::tensor_names::TensorNames;
 use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -36,7 +37,7 @@ pub struct Call {
     channels: usize,
     config: CallConfig,
     name: String,
-    labels: String,
+    names: TensorNames,
     schedule_position: String,
     producer: Option<Arc<CallerStream>>,
     /// Whether its memory is pinned for a GPU: the system may refuse copies to other processes.
@@ -68,7 +69,7 @@ const MIN_CHUNK_BYTES: usize = 64 << 10;
 
 impl Call {
     /// Checks and lays out a call on `replicas`, equal lists of tensors; a barrier has none. The length and the shape of
-    /// a tensor are those of a block, unless `counts` has the lengths. `labels` has a line with a name for each tensor.
+    /// a tensor are those of a block, unless `counts` has the lengths. `names` are those of the tensors, as text.
     /// `instance` distinguishes calls of one `name` that are in flight together.
     ///
     /// # Errors
@@ -79,10 +80,11 @@ impl Call {
         counts: Counts,
         name: &str,
         instance: &str,
-        labels: String,
+        names: String,
         config: CallConfig,
     ) -> Result<Call> {
-        check(op, &replicas, &counts, &labels, &config)?;
+        let names = TensorNames::from(names);
+        check(op, &replicas, &counts, &names, &config)?;
         let wire_is_acc = op.is_allreduce() && replicas.len() > 1;
         let mut lengths = lengths(replicas.first().map_or(&[], Vec::as_slice));
         lengths.iter_mut().for_each(|(_, len)| *len = counts.longest(*len));
@@ -128,7 +130,7 @@ impl Call {
             channels,
             config,
             name,
-            labels,
+            names,
             schedule_position: String::new(),
             producer: None,
             pinned: false,
@@ -209,9 +211,9 @@ impl Call {
     /// # Errors
     /// Those of [`Call::new`], which do not occur for memory that is long enough.
     pub fn on_host(&self, tensors: Vec<Tensor>) -> Result<Call> {
-        let (counts, labels, config) = (self.counts.clone(), self.labels.clone(), self.config.clone());
+        let (counts, names, config) = (self.counts.clone(), self.names.text().to_owned(), self.config.clone());
         let replicas = if tensors.is_empty() { Vec::new() } else { vec![tensors] };
-        let call = Call::new(self.op, replicas, counts, &self.name, "", labels, config)?;
+        let call = Call::new(self.op, replicas, counts, &self.name, "", names, config)?;
         let schedule_position = self.schedule_position.clone();
         Ok(Call { signature: self.host_signature(), schedule_position, pinned: true, ..call })
     }
@@ -234,7 +236,7 @@ impl Call {
             channels: self.channels,
             config: self.config.clone(),
             name: self.name.clone(),
-            labels: String::new(),
+            names: TensorNames::default(),
             schedule_position: self.schedule_position.clone(),
             producer: None,
             pinned: false,
@@ -261,7 +263,7 @@ impl Call {
             channels: 1,
             config: self.config.clone(),
             name: self.name.clone(),
-            labels: String::new(),
+            names: TensorNames::default(),
             schedule_position: String::new(),
             producer: None,
             pinned: true,
@@ -303,9 +305,9 @@ impl Call {
         &self.name
     }
 
-    /// The names of the tensors, a line each.
-    pub fn labels(&self) -> &str {
-        &self.labels
+    /// The names of the tensors.
+    pub fn tensor_names(&self) -> &TensorNames {
+        &self.names
     }
 
     /// The text that [`Call::schedule`] set.
@@ -464,7 +466,8 @@ impl Call {
             Counts::Ranks(bounds) => bounds.ends().iter().for_each(|&end| number(end as i64)),
             Counts::Pairs { .. } => number(-1),
         }
-        xxh3_64_with_seed(self.name.as_bytes(), hash)
+        let hash = xxh3_64_with_seed(self.name.as_bytes(), hash);
+        self.names.compared().map_or(hash, |names| xxh3_64_with_seed(names.as_bytes(), hash))
     }
 }
 

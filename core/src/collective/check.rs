@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 use super::blocks::{Bounds, Counts};
 use super::call_config::CallConfig;
 use super::operation::{Op, Pattern, Root};
+use super::tensor_names::TensorNames;
 use crate::buffer::{Buffer, Tensor};
 use crate::error::{Error, Result};
 
@@ -18,7 +19,7 @@ pub(super) fn check(
     op: Op,
     replicas: &[Vec<Tensor>],
     counts: &Counts,
-    labels: &str,
+    names: &TensorNames,
     config: &CallConfig,
 ) -> Result<()> {
     if op.is_barrier() {
@@ -45,7 +46,7 @@ pub(super) fn check(
             )));
         }
         for (index, (tensor, expected)) in tensors.iter().zip(first).enumerate() {
-            let title = || tensor_title(index, labels.lines().nth(index).unwrap_or(""));
+            let title = || tensor_title(index, names.lines().nth(index).unwrap_or(""));
             check_memory(op, &tensor.buffer, counts, config)
                 .map_err(|error| Error::Invalid(format!("{}: {error}", title())))?;
             if op.collective.reduces {

@@ -69,18 +69,20 @@ impl Call {
 
     /// A line for each tensor of `range`.
     pub fn lines(&self, range: Range<usize>) -> impl Iterator<Item = String> {
-        let mut labels = self.labels().lines().skip(range.start);
+        let mut names = self.tensor_names().described().skip(range.start);
         let tensors = self.tensors(0).iter().enumerate().take(range.end).skip(range.start);
         tensors.map(move |(index, tensor)| {
-            format!("{}: {}", tensor_title(index, labels.next().unwrap_or("")), tensor.describe())
+            format!("{}: {}", tensor_title(index, &names.next().unwrap_or_default()), tensor.describe())
         })
     }
 
-    /// Hash of the descriptions of tensors `range`, to locate a difference; missing tensors count too.
+    /// Hash of what the ranks compare of tensors `range`, to locate a difference; missing tensors count too.
     pub fn range_hash(&self, range: Range<usize>) -> u64 {
         let mut hash = Xxh3::new();
+        let mut names = self.tensor_names().compared().unwrap_or_default().lines().skip(range.start);
         for tensor in range.map(|index| self.tensors(0).get(index)) {
             hash.update(tensor.map(Tensor::describe).unwrap_or_default().as_bytes());
+            hash.update(names.next().unwrap_or_default().as_bytes());
             hash.update(b"\n");
         }
         hash.digest()

@@ -36,6 +36,7 @@ mod shard;
 mod small_message;
 mod small_plan;
 mod stand_in;
+mod tensor_names;
 mod transfer;
 mod value_allgather;
 mod wire;

@@ -249,8 +249,8 @@ fn by_pairs(work: &Work, shared: &GroupState) -> Option<Call> {
     let counts = Counts::Pairs { send: bounds.clone(), receive: bounds };
     let memory = Tensor::new(Buffer::new(buffer.source_at(0), buffer.dst(), 0, buffer.dtype()), tensor.shape());
     // The call was valid, and so is this one.
-    let labels = call.labels().to_owned();
-    let by_pairs = Call::new(call.op, vec![vec![memory]], counts, call.name(), "", labels, config.clone()).ok()?;
+    let names = call.tensor_names().text().to_owned();
+    let by_pairs = Call::new(call.op, vec![vec![memory]], counts, call.name(), "", names, config.clone()).ok()?;
     match call.producer() {
         None => Some(by_pairs),
         Some(producer) => by_pairs.on_device(Arc::clone(producer), shared.settings.device.chunk).ok(),

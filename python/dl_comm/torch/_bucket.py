@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import dl_comm
 from dl_comm import StateError
+from dl_comm._tensor_names import labels
 from dl_comm.torch import _ops
 from dl_comm.torch._bucket_plan import Named
 from dl_comm.torch._gradient import Gradient, existing_shared_grad, move
@@ -65,7 +66,7 @@ class Bucket:
         self.donated = False  # the team may keep the tensors of the last call
         self._single_use = single_use
         self._on_gpu = self.parameters[0].device.type != "cpu"  # a bucket has one device
-        self._labels = "\n".join([*self.names, "(which parameters have a gradient)"])
+        self._labels = labels([*self.names, "(which parameters have a gradient)"])
         self._steps = 0
         # One ordinary tensor forces copies of the whole bucket: use all or none.
         self._as_views = as_views and not single_use and all(map(can_hold, self.parameters))

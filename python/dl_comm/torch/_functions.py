@@ -8,19 +8,23 @@ same name in `dl_comm`, which then raise StateError. Any thread may call them; t
 from __future__ import annotations
 
 import numbers
-import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 
 import dl_comm
-from dl_comm import ArgumentError, CommError, DTypeError
+from dl_comm import ArgumentError, DTypeError
+from dl_comm._agreement import failing_together
+from dl_comm._arguments import checked_rank
 from dl_comm._collectives import as_towers, in_towers
-from dl_comm._groups import is_routed
+from dl_comm._groups import is_routed, world
+from dl_comm._objects import all_gather_object, object_of_root
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, ensure_initialized, seconds
+from dl_comm._tensor_names import by_name, labels
 from dl_comm.torch import _collectives, _ops
 from dl_comm.torch._gradient import contiguous_copy, overlaps
+from dl_comm.torch._names import names_of
 from dl_comm.torch._reducer import parameters_broadcast
 
 _COMPLEX = (torch.complex64, torch.complex128)
@@ -110,6 +114,9 @@ def average(value: torch.Tensor | float, name: str | None = None) -> torch.Tenso
     contain it.
     """
     ensure_initialized()
+    if not isinstance(value, torch.Tensor | numbers.Real):
+        with failing_together("average"):
+            raise DTypeError(f"average needs a tensor or a number, not a {type(value).__name__}")
     checked_name(name)
     call_name, label = f"average.{name or ''}", name or ""
     if isinstance(value, torch.Tensor):
@@ -117,8 +124,6 @@ def average(value: torch.Tensor | float, name: str | None = None) -> torch.Tenso
         if not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.to(torch.float64)
         return _ops.average_new([tensor], CONTROL_TEAM, call_name, label)[0]
-    if not isinstance(value, numbers.Real):
-        raise DTypeError(f"average needs a tensor or a number, not a {type(value).__name__}")
     boxed = torch.tensor([float(value)], dtype=torch.float64)
     _ops.average_in_place([boxed], CONTROL_TEAM, call_name, label)
     return float(boxed)
@@ -130,20 +135,38 @@ def broadcast_parameters(
     """Broadcast parameters from rank `root`, in place.
 
     `parameters`: a module (its parameters and buffers), a state dict, or (name, tensor) pairs as from
-    `module.named_parameters()`. Raises DTypeError for an entry that is not a tensor; otherwise as `gradients`.
+    `module.named_parameters()`. The ranks match tensors by name, in whatever order they have them. Raises DTypeError
+    for an entry that is not a tensor, and MismatchError if the names differ; otherwise as `gradients`.
     """
+    ensure_initialized()
+    with failing_together("broadcast_parameters"):
+        named = _checked_names(parameters)
+    broadcast_in_order(by_name(named), root)
+
+
+def broadcast_in_order(named: Sequence[tuple[str, torch.Tensor]], root: int = 0) -> None:
+    """Broadcast parameters, which all ranks list in this order, as `broadcast_parameters`."""
+    ensure_initialized()
+    _broadcast_named(named, root, "broadcast_parameters")
+    parameters_broadcast(tensor for _, tensor in named)
+
+
+def _checked_names(parameters: Any) -> list[tuple[str, torch.Tensor]]:
+    named: list[tuple[str, Any]]
     if isinstance(parameters, torch.nn.Module):
         named = [*parameters.named_parameters(), *parameters.named_buffers()]
     elif isinstance(parameters, Mapping):
-        named = list(parameters.items())
+        named = [(str(name), tensor) for name, tensor in parameters.items()]
     else:
         named = [_pair(entry) for entry in parameters]
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise DTypeError(f"{name} is of type {type(tensor).__name__}, not a tensor")
-    ensure_initialized()
-    _broadcast_named(named, root, "broadcast_parameters")
-    parameters_broadcast(tensor for _, tensor in named)
+        if tensor.is_meta:
+            raise ArgumentError(f"{name} is on the meta device and has no values")
+        if tensor.layout is torch.strided and overlaps(tensor):
+            raise ArgumentError(f"{name} is expanded: its elements share memory and cannot be set; pass its .clone()")
+    return named
 
 
 def broadcast_object(value: Any, root: int = 0) -> Any:
@@ -152,69 +175,93 @@ def broadcast_object(value: Any, root: int = 0) -> Any:
     If pickling fails, rank `root` raises pickle's exception, and the other ranks raise a CommError with its text.
     """
     ensure_initialized()
-    return _from_root(lambda: value, checked_root(root), "broadcast_object")
-
-
-def _from_root(make: Callable[[], Any], root: int, call_name: str) -> Any:
-    """Return the object that `make` returns on rank `root`. An exception there raises one on every rank."""
-    mine = dl_comm.get_rank() == root
-    value, failure, data = None, None, b""
-    if mine:
-        try:
-            value = make()
-            data = pickle.dumps(value)
-        except Exception as error:
-            failure = error
-            data = f"{type(error).__name__}: {error}".encode(errors="replace")
-    header = torch.tensor([len(data), failure is not None], dtype=torch.int64)
-    _ops.broadcast_in_place([header], root, f"{call_name}.length")
-    length, failed = header.tolist()
-    content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if mine else torch.empty(length, dtype=torch.uint8)
-    _ops.broadcast_in_place([content], root, call_name)
-    if failure is not None:
-        raise failure
-    text = content.numpy().tobytes()
-    if failed:
-        raise CommError(f"rank {root} could not pickle the object of {call_name}: {text.decode(errors='replace')}")
-    return value if mine else pickle.loads(text)
+    return dl_comm.broadcast_object(value, root, group=world())
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
     """Broadcast the state of rank `root`'s optimizer: hyperparameters and per-parameter state.
 
-    A rank creates state that it lacks, and drops state that rank `root` lacks. Values other than tensors are pickled,
-    with errors as in `broadcast_object`. Raises ValueError when the parameter groups differ in number or size.
+    Parameters are matched by name, as by `DistributedOptimizer`. A rank creates state that it lacks, and drops state
+    that rank `root` lacks; all have the types and bits of rank `root`. Values other than tensors are pickled, with
+    errors as in `broadcast_object`. Raises ArgumentError when the parameter groups differ between ranks.
     """
     ensure_initialized()
-    root = checked_root(root)
-    mine = dl_comm.get_rank() == root
+    group = world()
+    with failing_together("broadcast_optimizer_state", group):
+        root = checked_rank(root, group)
+        names = names_of(optimizer, "broadcast_optimizer_state")
+        names.find(optimizer)
+    names.agree()
+    places = _places(optimizer)
+    order = [id(parameter) for _, parameter in names.named(optimizer)]
+    groups = all_gather_object([places[each][0] for each in order], group=group)
+    if any(each != groups[0] for each in groups):
+        raise ArgumentError(
+            "the ranks have different parameter groups: make the same groups of the same parameters on all ranks"
+        )
+    mine = group.rank == root
     tensors: list[tuple[str, torch.Tensor]] = []
 
     def outline_of_root() -> Any:
-        return _without_tensors(optimizer.state_dict(), "optimizer", tensors)
+        state = _without_tensors(optimizer.state_dict(), "optimizer", tensors)
+        return state, [places[each][1] for each in order]
 
-    outline = _from_root(outline_of_root, root, "broadcast_optimizer_state.outline")
-    state = optimizer.state_dict() if mine else _with_tensors(outline, tensors)
+    state, order_of_root = object_of_root(outline_of_root, root, group, "broadcast_optimizer_state.outline")
+    if not mine:
+        with failing_together("broadcast_optimizer_state"):
+            state = _with_tensors(state, tensors)
     if tensors:
         _broadcast_named(tensors, root, "broadcast_optimizer_state")
     if not mine:
+        own = dict(zip(order_of_root, (places[each][1] for each in order), strict=True))
+        state["state"] = {own.get(place, place): values for place, values in state["state"].items()}
+        for saved, present in zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
+            saved["params"] = present["params"]
         optimizer.load_state_dict(state)
+        _restore_types(optimizer, state["state"], places)
+
+
+def _places(optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, int]]:
+    """The number of the group, and the index in a state dict, of each parameter by its id."""
+    packed = optimizer.state_dict()["param_groups"]
+    return {
+        id(parameter): (g, index)
+        for g, (group, saved) in enumerate(zip(optimizer.param_groups, packed, strict=True))
+        for parameter, index in zip(group["params"], saved["params"], strict=True)
+    }
+
+
+def _restore_types(optimizer: torch.optim.Optimizer, state: Any, places: dict[int, tuple[int, int]]) -> None:
+    """Undo what `load_state_dict` does to floating-point state: it converts it to the type of the parameter."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            values = state.get(places[id(parameter)][1])
+            if values is not None and parameter in optimizer.state:
+                optimizer.state[parameter] = _typed_as(values, optimizer.state[parameter])
+
+
+def _typed_as(value: Any, loaded: Any) -> Any:
+    if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == value.dtype else value.to(loaded.device)
+    if isinstance(value, dict) and isinstance(loaded, dict):
+        for key in value.keys() & loaded.keys():
+            loaded[key] = _typed_as(value[key], loaded[key])
+    elif type(value) in (list, tuple) and type(loaded) is type(value) and len(value) == len(loaded):
+        return type(value)(map(_typed_as, value, loaded))
+    return loaded
 
 
 def _broadcast_named(named: Sequence[tuple[str, torch.Tensor]], root: int, call_name: str) -> None:
     if not named:
         return
-    for name, tensor in named:
-        if tensor.layout is torch.strided and overlaps(tensor):
-            raise ArgumentError(f"{name} is expanded: its elements share memory and cannot be set; pass its .clone()")
     with torch.no_grad():
         tensors = _tensors([tensor.detach() for _, tensor in named])
         dense = [contiguous_copy(tensor) if tensor.layout is torch.strided else tensor for tensor in tensors]
         # One call per device type, in the same order on all ranks; device indices may differ.
         for kind in sorted({tensor.device.type for tensor in dense}):
             these = [i for i, tensor in enumerate(dense) if tensor.device.type == kind]
-            labels = "\n".join(named[i][0] for i in these)
-            _ops.broadcast_in_place([_known(dense[i]) for i in these], root, call_name, labels)
+            names = labels(named[i][0] for i in these)
+            _ops.broadcast_in_place([_known(dense[i]) for i in these], root, call_name, names)
         _copy_back(dense, tensors)
 
 
@@ -265,7 +312,9 @@ class _Slot:
 
 def _without_tensors(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
     if isinstance(value, torch.Tensor):
-        tensors.append((path, value))
+        if value.is_meta or value.layout is not torch.strided:
+            raise ArgumentError(f"{path} is not dense, or has no values")
+        tensors.append((path, value.detach().contiguous()))
         return _Slot(value)
     if isinstance(value, dict):
         return {key: _without_tensors(item, f"{path}.{key}", tensors) for key, item in value.items()}

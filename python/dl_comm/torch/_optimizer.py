@@ -16,7 +16,7 @@ from dl_comm._buckets import bucket_bytes
 from dl_comm._process import checked_team, start_team
 from dl_comm.torch import _functions, _ops
 from dl_comm.torch._bucket_plan import Named
-from dl_comm.torch._names import names_in_modules
+from dl_comm.torch._names import ParameterNames, keep_names
 from dl_comm.torch._reducer import Communication, Reducer
 
 _ATTRIBUTE = "_dl_comm_reducer"
@@ -88,12 +88,14 @@ class AveragingOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         reducer = _reducer(self)
         try:
+            reducer.names.find(self)
             reducer.check_unowned()
+            reducer.names.agree()
             if reducer.broadcasts:
                 # Broadcast only the new parameters: the others are already equal.
                 added = {id(parameter) for parameter in self.param_groups[-1]["params"]}
-                named = [pair for part in reducer.parameters() for pair in part]
-                _functions.broadcast_parameters([pair for pair in named if id(pair[1]) in added])
+                named = reducer.names.named(self)
+                _functions.broadcast_in_order([pair for pair in named if id(pair[1]) in added])
         except dl_comm.CommError:
             self.param_groups.pop()
             raise
@@ -152,8 +154,9 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         optimizer: any torch optimizer except SparseAdam.
         nteam: minimum number of teams. Optimizers use eight teams in turn, which are created as needed.
         nthread_per_team: threads of each team that is created here.
-        named_parameters: names for error messages, as from `module.named_parameters()`. Parameters without a name here
-            have the one of the module that holds them.
+        named_parameters: names, as from `module.named_parameters()`. Parameters without a name here have the one of the
+            module that holds them. The ranks match parameters by name, in whatever order the optimizer has them; where
+            the found names differ between ranks, by position.
         bucket_mb: bucket size in MiB; the first bucket has at most 1 MiB. None: ``DL_COMM_BUCKET_MB`` if set, else the
             size that was fastest in the first steps, the same on all ranks.
         backward_passes_per_step: number of backward passes whose gradients are summed before the allreduce.
@@ -179,7 +182,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         DTypeError: `optimizer` is not a torch optimizer.
         ArgumentError: `optimizer` is a DistributedOptimizer or SparseAdam, another DistributedOptimizer has one of its
             parameters, or an argument is out of range.
-        MismatchError: The ranks' parameters differ in number, shape or type. Collective.
+        MismatchError: The ranks' parameters differ in number, shape, type or given name. Collective.
 
     `backward()` then raises the errors of an allreduce, and StateError: on all ranks when their step numbers differ, or
     when a hook changed a gradient during its allreduce.
@@ -203,12 +206,11 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
             "SparseAdam needs sparse gradients, and means are dense: use torch.optim.Adam with "
             "DistributedOptimizer(..., sparse_as_dense=True)"
         )
-    names = _names(optimizer, named_parameters)
-    named = _named_parameters(optimizer, names)
     number = _num_created if dl_comm.is_initialized() else 0
     chosen = number % AUTOMATIC_TEAMS if team is None else team
     # The number distinguishes optimizers on one team, and detects ranks that created different optimizers.
     call_name = f"{type(optimizer).__name__}.{number}"
+    names = ParameterNames(named_parameters, call_name)
     reducer = Reducer(
         functools.partial(_parameters, weakref.ref(optimizer), names),
         chosen,
@@ -218,13 +220,16 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         sparse_as_dense,
         gradient_as_bucket_view,
     )
-    reducer.broadcasts = broadcast
+    reducer.broadcasts, reducer.names = broadcast, names
+    names.find(optimizer)
     reducer.check_unowned()
     _num_created = number + 1
     start_team(chosen, nteam, nthread_per_team, nstep, warmup, verb, freq)
+    names.agree()
     if broadcast:
-        _functions.broadcast_parameters(named)
+        _functions.broadcast_in_order(names.named(optimizer))
     optimizer.__dict__[_ATTRIBUTE] = reducer
+    keep_names(optimizer, names)
     optimizer.__dict__[_BUFFERS] = broadcast_buffers
     _broadcast_buffers(optimizer)
     optimizer.register_step_pre_hook(_before_step)
@@ -248,40 +253,11 @@ def _reducer(optimizer: torch.optim.Optimizer) -> Reducer:
     return cast(Reducer, optimizer.__dict__[_ATTRIBUTE])
 
 
-def _parameters(of: weakref.ref[torch.optim.Optimizer], names: dict[int, str]) -> tuple[Named, Named]:
+def _parameters(of: weakref.ref[torch.optim.Optimizer], names: ParameterNames) -> tuple[Named, Named]:
     """Return the parameters of an optimizer with their names: the trainable ones, and the frozen ones."""
     optimizer = of()
-    named = [] if optimizer is None else _named_parameters(optimizer, names)
+    named = [] if optimizer is None else names.named(optimizer)
     return [pair for pair in named if pair[1].requires_grad], [pair for pair in named if not pair[1].requires_grad]
-
-
-def _named_parameters(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Named:
-    # By identity: a group may contain a parameter twice (torch warns).
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            found.setdefault(id(parameter), (names.get(id(parameter)) or f"group{g}.parameter{i}", parameter))
-    return list(found.values())
-
-
-def _names(
-    optimizer: torch.optim.Optimizer,
-    named: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | None,
-) -> dict[int, str]:
-    """The names by id: the given ones, those of the optimizer, or those in the modules that hold the parameters."""
-    names: dict[int, str] = {}
-    unnamed: list[torch.Tensor] = []
-    for group in optimizer.param_groups:
-        given = group.get("param_names")  # set if the optimizer was created from (name, parameter) pairs
-        if given:
-            for name, parameter in zip(given, group["params"], strict=True):
-                names.setdefault(id(parameter), name)
-        else:
-            unnamed += group["params"]
-    pairs = named.items() if isinstance(named, Mapping) else named or ()
-    names.update((id(parameter), name) for name, parameter in pairs)
-    unnamed = [parameter for parameter in unnamed if id(parameter) not in names]
-    return {**names_in_modules(unnamed), **names} if unnamed else names
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

@@ -32,6 +32,7 @@ from dl_comm.torch import _backward, _ops
 from dl_comm.torch._bucket import Bucket, CarriedMeans
 from dl_comm.torch._bucket_plan import BucketPlan, Named, group_by_device
 from dl_comm.torch._gradient import can_count_references
+from dl_comm.torch._names import ParameterNames
 
 # The reducer of each parameter; keeps neither alive.
 _owners = WeakTensorKeyDictionary()
@@ -77,6 +78,7 @@ class Reducer:
         self._joins = _groups.joins  # joins of the ranks, after which the parameters were equal
         self.parameters = parameters
         self.broadcasts = True  # broadcast parameters that are added later
+        self.names: ParameterNames  # of `parameters`
         self._name = name
         self._bucket_plan = BucketPlan(bucket_bytes)
         self._views_requested = as_views

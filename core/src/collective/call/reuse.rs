@@ -14,7 +14,7 @@ impl Call {
         self.producer.is_none()
             && self.signature == self.list_hash
             && self.counts == Counts::Even
-            && self.labels.is_empty()
+            && self.names.is_empty()
             && self.schedule_position.is_empty()
     }
 
