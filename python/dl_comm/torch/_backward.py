@@ -40,6 +40,7 @@ class End:
     def __init__(self) -> None:
         """Start without participants."""
         self._participants: list[weakref.ref[Participant]] = []
+        self.is_marked = False
 
     def add(self, participant: Participant) -> None:
         """Call `participant` when the pass ends, but not when it fails."""
@@ -70,10 +71,26 @@ def join(participant: Participant) -> weakref.ref[End]:
     The returned reference is dead after the pass, whether it ended or failed. In nested backward passes (for example of
     a reentrant checkpoint) the innermost pass counts.
     """
+    end = _end_of_pass()
+    end.add(participant)
+    return weakref.ref(end)
+
+
+def mark_pass() -> None:
+    """Mark this thread's current backward pass."""
+    _end_of_pass().is_marked = True
+
+
+def is_marked() -> bool:
+    """Return whether this thread is in a backward pass that `mark_pass` has marked."""
+    end = _ends.get(_current_pass())
+    return end is not None and end.is_marked
+
+
+def _end_of_pass() -> End:
     number = _current_pass()
     end = _ends.get(number)
     if end is None:
         end = _ends[number] = End()
         _queue_callback(end)
-    end.add(participant)
-    return weakref.ref(end)
+    return end

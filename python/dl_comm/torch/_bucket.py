@@ -177,8 +177,9 @@ class Bucket:
         if not earlier:
             torch.autograd.graph.increment_version(self._comm_buffers())
             *shares, at_0, at_1, at_2 = self._flags.tolist()
+            with_graph = any(gradient.has_graph for gradient in self._gradients)
             for gradient, used in zip(self._gradients, shares, strict=True):
-                gradient.finish(used > 0)
+                gradient.finish(used > 0, with_graph)
             # The means are equal on all ranks, so all ranks raise or none does. Ranks that have joined add zeros.
             if max(at_0, at_1, at_2) < at_0 + at_1 + at_2 - 0.5 / dl_comm.get_nranks():
                 raise StateError(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from dl_comm import ArgumentError, StateError
+from dl_comm.torch._second import differentiable_mean
 
 # Private to torch. Without it every gradient is copied.
 _storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
@@ -54,9 +55,16 @@ class Gradient:
             gradient = parameter.grad
         self.absent = gradient is None
         self._original = gradient
+        # Of a backward with create_graph. The graph may need the values of the gradient, so it stays as it is.
+        self.has_graph = gradient is not None and gradient.requires_grad
         self._version = 0 if gradient is None else gradient._version
         in_view = gradient is not None and gradient is view
-        self._in_place = gradient is not None and not (in_view and donated) and (in_view or not _shared(gradient))
+        self._in_place = (
+            gradient is not None
+            and not self.has_graph
+            and not (in_view and donated)
+            and (in_view or not _shared(gradient))
+        )
         if gradient is None and view is not None and not donated:
             self._buffer = view.zero_()
         elif gradient is None:
@@ -64,8 +72,8 @@ class Gradient:
         elif self._in_place:
             self._buffer = contiguous_copy(gradient)
         else:
-            self._buffer = contiguous_copy(gradient.clone(memory_format=torch.contiguous_format))
-            self._in_place = gradient is existing
+            self._buffer = contiguous_copy(gradient.detach().clone(memory_format=torch.contiguous_format))
+            self._in_place = gradient is existing and not self.has_graph
         # The tensor that the core averages.
         self.comm_buffer = torch.view_as_real(self._buffer) if self._buffer.is_complex() else self._buffer
 
@@ -83,10 +91,15 @@ class Gradient:
             "gradients after backward(), not in hooks; with a non-blocking schedule, after optimizer.synchronize()"
         )
 
-    def finish(self, used: bool) -> None:
-        """Store the mean, which is in `comm_buffer`, as the gradient; `used`: some rank had a gradient."""
+    def finish(self, used: bool, with_graph: bool = False) -> None:
+        """Store the mean, which is in `comm_buffer`, as the gradient; `used`: some rank had a gradient.
+
+        `with_graph`: as a function of the parameters.
+        """
         gradient = self._original
-        if gradient is None:
+        if with_graph and used:
+            self._parameter.grad = differentiable_mean(self._name, self._parameter, gradient, self._buffer)
+        elif gradient is None:
             # Another rank used this parameter: this rank makes the same step with the same gradient.
             if used and self._parameter.grad is None:
                 self._parameter.grad = self._buffer
