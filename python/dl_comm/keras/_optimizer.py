@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from dl_comm import ArgumentError, DTypeError
 from dl_comm._process import checked_team, new_owner, start_team
+from dl_comm._tensor_names import agreed_order
 from dl_comm.tensorflow import _ops, broadcast_variables
 
 
@@ -33,6 +34,8 @@ class AveragingOptimizer:
     _dl_comm_wrapped = False
     _dl_comm_in_use = False
     _dl_comm_starts = False  # the next `apply` broadcasts the values of rank 0
+    _dl_comm_places: dict[str, int] | None = None  # the order of the variables on all ranks, once it is known
+    _dl_comm_applied: Sequence[Any] = ()  # the variables that the current `apply` updates
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A LossScaleOptimizer sets this on its inner optimizer. It calls the inner `apply` only on ranks with finite
@@ -54,20 +57,31 @@ class AveragingOptimizer:
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
-        if self._dl_comm_starts and grads:
-            self._dl_comm_starts = False
-            _start_from_rank_0(self, trainable_variables)
-        if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            known = self._trainable_variables if trainable_variables is None else trainable_variables  # type: ignore[attr-defined]
-            if len(grads) == len(known):  # otherwise the wrapped class raises the error
-                grads = _ops.average_non_none(grads, known, self._dl_comm_team, self._dl_comm_owner)
+        known = self._trainable_variables if trainable_variables is None else trainable_variables  # type: ignore[attr-defined]
+        if len(grads) == len(known):  # otherwise the wrapped class raises the error
+            if grads and self._dl_comm_places is None:
+                self._dl_comm_places = _agreed_places(known)
+            if self._dl_comm_starts and grads:
+                self._dl_comm_starts = False
+                _start_from_rank_0(self, known)
+            if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+                self._dl_comm_applied = [each for grad, each in zip(grads, known, strict=True) if grad is not None]
+            else:
+                grads = self._dl_comm_average(grads, known)
         super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # The only hook that gets the accumulated gradients before clipping.
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            grads = _ops.average_non_none(list(grads), [None] * len(grads), self._dl_comm_team, self._dl_comm_owner)
+            grads, applied = list(grads), self._dl_comm_applied
+            # Keras applies the gradients of some variables, such as scales of float8, without this function.
+            grads = self._dl_comm_average(grads, applied if len(applied) == len(grads) else [None] * len(grads))
         return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def _dl_comm_average(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+        return _ops.average_non_none(
+            grads, variables, self._dl_comm_team, self._dl_comm_owner, places=self._dl_comm_places
+        )
 
 
 def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
@@ -92,8 +106,9 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     The first update broadcasts the trainable variables and the optimizer's state of rank 0. `BroadcastCallback`
     broadcasts the whole model, including variables that are not trainable, from any root.
 
-    All ranks have equal weight: use batches of the same size. Variables without a gradient are skipped; all ranks must
-    skip the same ones. For mixed_float16 wrap the LossScaleOptimizer:
+    All ranks have equal weight: use batches of the same size. The ranks match variables by name, without the numbers
+    that Keras gives to layers: in whatever order a rank has them. Variables without a gradient are skipped; a rank that
+    skips others raises MismatchError. For mixed_float16 wrap the LossScaleOptimizer:
     `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))`.
 
     XLA cannot compile the allreduce. Keras uses XLA by default only with a GPU. `BroadcastCallback` disables it;
@@ -153,8 +168,16 @@ def shared_state(optimizer: Any) -> list[Any]:
 
 
 @_ops.no_autograph
-def _start_from_rank_0(optimizer: Any, variables: Sequence[Any] | None) -> None:
-    variables = optimizer._trainable_variables if variables is None else variables
+def _agreed_places(variables: Sequence[Any]) -> dict[str, int]:
+    """The order of the variables on all ranks, by what the ranks compare of their names; empty: by position."""
+    with tf.init_scope():
+        keys = [name.key for name in _ops.variable_names(variables)]
+        order = agreed_order(keys, "DistributedOptimizer", are_given=False)
+        return {} if order is None else {keys[i]: place for place, i in enumerate(order)}
+
+
+@_ops.no_autograph
+def _start_from_rank_0(optimizer: Any, variables: Sequence[Any]) -> None:
     # Runs immediately, not as part of the traced step.
     with tf.init_scope():
         if not optimizer.built:

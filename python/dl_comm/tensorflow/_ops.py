@@ -20,7 +20,7 @@ import threading
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -35,6 +35,8 @@ from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
 from dl_comm._groups import Group, is_routed
 from dl_comm._groups import given as given_group
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
+from dl_comm._tensor_names import Name, by_structure
+from dl_comm._tensor_names import labels as labels_of
 
 _AVERAGED = frozenset(
     (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64),
@@ -210,9 +212,10 @@ def broadcast_new(
         number = number_of(group)
         return list(collective(BROADCAST, values, name, number, timeout=limit, root=root, named=given))
     refuse_xla()
-    labels = tensor_names(given, tf.executing_eagerly())
-    text = settings(call_name(name, CONTROL_TEAM), labels, root, tf.executing_eagerly(), limit)
-    return list(run("dl_comm_broadcast", values, text))
+    eager = tf.executing_eagerly()
+    order, names = order_of(given, eager)
+    text = settings(call_name(name, CONTROL_TEAM), names, root, eager, limit)
+    return in_order(order, values, lambda ordered: run("dl_comm_broadcast", ordered, text))
 
 
 def collective(
@@ -248,12 +251,16 @@ def collective(
     if not eager:
         refuse_xla()
         name = call_name(name, f"group {group}")
-    labels = tensor_names(named, eager)
-    text = settings(name, labels, code, operator, group, root, factors[0], factors[1], eager, timeout)
+    order, names = order_of(named, eager)
+    text = settings(name, names, code, operator, group, root, factors[0], factors[1], eager, timeout)
     on_host = operator == ADASUM
     if code in _LIKE_INPUTS:
-        return run("dl_comm_collective", tensors, text, on_host=on_host)
-    return run("dl_comm_block_collective", tensors, counts, text, on_host=on_host)
+        if order is None:
+            return run("dl_comm_collective", tensors, text, on_host=on_host)
+        return in_order(order, tensors, lambda ordered: run("dl_comm_collective", ordered, text, on_host=on_host))
+    return in_order(
+        order, tensors, lambda ordered: run("dl_comm_block_collective", ordered, counts, text, on_host=on_host)
+    )
 
 
 def extent(tensor: tf.Tensor) -> tf.Tensor:
@@ -285,17 +292,24 @@ def average(value: Any, *, name: str | None = None) -> tf.Tensor:
     tensor = tf.convert_to_tensor(value)
     if tensor.dtype.is_integer or tensor.dtype.is_bool:
         tensor = tf.cast(tensor, tf.float64)
-    labels = tensor_names([value], tf.executing_eagerly())
+    _, labels = order_of([value], tf.executing_eagerly())
     return _gradients([tensor], CONTROL_TEAM, name or "average", labels)[0]
 
 
 @no_autograph
 def average_non_none(
-    grads: Sequence[Any], variables: Sequence[Any], team: int, owner: int, name: str = "DistributedOptimizer"
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    team: int,
+    owner: int,
+    name: str = "DistributedOptimizer",
+    places: Mapping[str, int] | None = None,
 ) -> list[Any]:
     """Average the gradients that are not None, for the optimizer `owner`; None entries stay.
 
-    All ranks must have None at the same positions. `variables`, one per gradient, give the names in error messages.
+    All ranks must have None for the same variables. `variables`, one per gradient, give the names by which the ranks
+    match the gradients. `places`: the order of the variables on all ranks, by the keys of `variable_names`; empty: by
+    position. Without it, they have the order in which a TF1 graph has made them, or that of their keys.
 
     In a graph, one call per bucket overlaps communication with backward. Buckets start with the last variables, whose
     gradients are ready first. A bucket starts when its gradients are ready and the previous bucket is done. The bucket
@@ -303,8 +317,17 @@ def average_non_none(
     last bucket counts as time waited. The bucket size does not change the result.
     """
     results = [None if grad is None else as_tensor(grad, _AVERAGED, "averaged") for grad in grads]
-    present = [i for i, grad in enumerate(results) if grad is not None]
     eager = tf.executing_eagerly()
+    names = variable_names(variables)
+    order = (
+        _order(variables, names, eager)
+        if places is None
+        else sorted(
+            range(len(names)), key=lambda i: (places.get(names[i].key, len(places)), names[i].key if places else "")
+        )
+    )
+    compared = [str(each) for each in names] if places is not None and not places else names
+    present = [i for i in order if results[i] is not None]
     # In eager mode, all gradients are ready.
     buckets = [present] * bool(present) if eager else _buckets(results, present)
     before: list[Any] = []
@@ -315,7 +338,7 @@ def average_non_none(
                 [results[i] for i in bucket],
                 team,
                 name,
-                labels=tensor_names([grads[i] if variables[i] is None else variables[i] for i in bucket], eager),
+                labels=labels_of(compared[i] for i in bucket),
                 owner=owner,
                 part=number > 0,
                 timed=number == len(buckets) - 1,
@@ -347,10 +370,14 @@ def _gradients(
     refuse_xla()
     owner = _scope() if owner is None else owner
     eager = tf.executing_eagerly()
+    order = None
     if labels is None:
-        labels = tensor_names(given[: len(given) // towers], eager)
+        order, labels = order_of(given[: len(given) // towers], eager)
+        if order is not None:
+            order = [tower + i for tower in range(0, len(given), len(order)) for i in order]
     text = settings(call_name(base, team), labels, team, towers, owner, part, timed, eager, timeout)
-    return list(run("dl_comm_gradients", tensors, text, on_host=towers > 1 or _may_return_early(team, owner)))
+    on_host = towers > 1 or _may_return_early(team, owner)
+    return in_order(order, tensors, lambda ordered: run("dl_comm_gradients", ordered, text, on_host=on_host))
 
 
 def _gradient_of_gradients(op: Any, *upstream: Any) -> list[Any]:
@@ -427,11 +454,56 @@ def _type_error(dtype: tf.DType, verb: str, value: Any) -> DTypeError:
     return error
 
 
-def tensor_names(values: Sequence[Any], eager: bool) -> str:
-    """Return the names of tensors and variables for messages, one per line; empty without any name."""
+def order_of(values: Sequence[Any], eager: bool) -> tuple[list[int] | None, str]:
+    """Return the order of a call's tensors, which is the same on all ranks, and their names as the core takes them.
+
+    Variables are in the order of their names, which the ranks compare. Other tensors have no names that do not depend
+    on the process, and are in the order of the list (None).
+    """
+    if values and all(map(_is_variable, values)):
+        return _order_by_name(tuple(map(_label, values)))
     # Asking an eager tensor, which has no name, takes longer than a small call.
-    found = ["" if eager and isinstance(value, tf.Tensor) else _label(value) for value in values]
-    return "\n".join(found) if any(found) else ""
+    return None, labels_of("" if eager and isinstance(value, tf.Tensor) else _label(value) for value in values)
+
+
+@functools.lru_cache(256)
+def _order_by_name(paths: tuple[str, ...]) -> tuple[list[int] | None, str]:
+    keys = by_structure(paths)
+    order = sorted(range(len(paths)), key=keys.__getitem__)
+    text = labels_of(Name(paths[i], keys[i]) for i in order)
+    return (None if order == list(range(len(order))) else order), text
+
+
+def in_order(order: list[int] | None, tensors: Sequence[tf.Tensor], call: Callable[[list[Any]], Any]) -> list[Any]:
+    """Return the results of a call with the tensors in the order `order`, in that of `tensors`."""
+    if order is None:
+        return list(call(list(tensors)))
+    results: list[Any] = [None] * len(order)
+    for i, result in zip(order, call([tensors[i] for i in order]), strict=True):
+        results[i] = result
+    return results
+
+
+def variable_names(variables: Sequence[Any]) -> list[Name]:
+    """Return the names of variables, with what the ranks compare: the path without numbers that Keras gives."""
+    return _variable_names(tuple(map(_label, variables)))
+
+
+@functools.lru_cache(256)
+def _variable_names(paths: tuple[str, ...]) -> list[Name]:
+    return [Name(path, key) for path, key in zip(paths, by_structure(paths), strict=True)]
+
+
+def _order(variables: Sequence[Any], names: Sequence[Name], eager: bool) -> list[int]:
+    if not eager:
+        made = {id(variable): i for i, variable in enumerate(tf.compat.v1.global_variables())}
+        if all(id(variable) in made for variable in variables):
+            return sorted(range(len(variables)), key=lambda i: made[id(variables[i])])
+    return sorted(range(len(variables)), key=lambda i: names[i].key)
+
+
+def _is_variable(value: Any) -> bool:
+    return not isinstance(value, tf.Tensor) and hasattr(value, "assign")
 
 
 def _label(value: Any) -> str:

@@ -44,7 +44,8 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
             optimizer, use `BroadcastHook` or `broadcast_variables` instead.
 
     Returns:
-        An optimizer of the same kind. It skips variables without a gradient; all ranks must skip the same ones.
+        An optimizer of the same kind. The ranks match variables by name, in whatever order they have them. It skips
+        variables without a gradient; a rank that skips others raises MismatchError.
 
     Raises:
         DTypeError: `optimizer` is neither kind of optimizer.

@@ -19,7 +19,8 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0, *, name: str | 
     """Assign to every variable its value on rank `root`.
 
     Args:
-        variables: `tf.Variable` or Keras variables, in the same order with the same types and shapes on all ranks.
+        variables: `tf.Variable` or Keras variables, of the same names, types and shapes on all ranks, in any order. The
+            numbers that Keras gives to layers in each process may differ.
         root: The rank that has the values.
         name: A name that must be the same on all ranks.
 
