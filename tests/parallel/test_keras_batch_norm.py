@@ -16,6 +16,7 @@ import dl_comm as mc  # noqa: E402
 import dl_comm.keras as dk  # noqa: E402
 import frameworks  # noqa: E402
 import test_batch_norm  # noqa: E402
+from dl_comm._private_names import check  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +87,7 @@ def test_what_is_refused(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(mc.StateError, match="XLA"):
         tf.function(lambda x: layer(x, training=True), jit_compile=True)(tf.ones([2, 3], tf.float64))
     monkeypatch.setattr(keras.layers.BatchNormalization, "call", lambda self, inputs: inputs)
+    check.cache_clear()
     with pytest.raises(mc.StateError, match="_moments"):
         dk.SyncBatchNormalization()
 

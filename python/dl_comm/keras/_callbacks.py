@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import dl_comm
+from dl_comm._private_names import check
 from dl_comm._process import ensure_initialized
 from dl_comm.keras._optimizer import has_started, retrace_train_step, shared_state
 from dl_comm.tensorflow import _ops, broadcast_variables
@@ -34,6 +35,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, root: int = 0) -> None:
         """Store the root."""
+        check("keras")
         super().__init__()
         self._root = root
         self._count: int | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dl_comm._errors import StateError
+from dl_comm._private_names import check
 from dl_comm._process import ensure_initialized
 from dl_comm.tensorflow import allreduce
 from dl_comm.tensorflow._ops import no_autograph
@@ -33,11 +33,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         super().__init__(*args, **kwargs)
         self.supports_jit = False
         # Keras has no public name for the part that is different here.
-        if "_moments" not in keras.layers.BatchNormalization.call.__code__.co_names:
-            raise StateError(
-                f"SyncBatchNormalization does not work with Keras {keras.__version__}, whose BatchNormalization has no "
-                "method _moments any more; it works with Keras 3.15"
-            )
+        check("keras")
 
     @no_autograph
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:

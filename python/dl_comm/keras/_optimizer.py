@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from dl_comm import ArgumentError, DTypeError
+from dl_comm._private_names import check
 from dl_comm._process import checked_team, new_owner, start_team
 from dl_comm._tensor_names import agreed_order
 from dl_comm.tensorflow import _ops, broadcast_variables
@@ -129,6 +130,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
 
     Raises:
         DTypeError: `optimizer` is not a Keras 3 optimizer.
+        StateError: This version of Keras lacks a private name on which dl_comm depends.
         ArgumentError: `optimizer` is a DistributedOptimizer already, the team is negative, the name is unknown, or loss
             scaling is combined with a non-blocking schedule. Later: when a LossScaleOptimizer wraps this optimizer.
         StateError: In training: XLA compiles the function.
@@ -150,6 +152,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
             "a LossScaleOptimizer changes its scale, and would divide means of the previous step by the wrong scale: "
             "omit nstep, or use warmup=1.0"
         )
+    check("keras")
     team = checked_team(team)
     start_team(team, nteam, nthread_per_team, nstep, warmup, verb, freq)
     optimizer.__class__ = _averaging_class(type(optimizer))  # type: ignore[arg-type]

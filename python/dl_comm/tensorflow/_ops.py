@@ -34,6 +34,7 @@ from dl_comm._cuda import preload
 from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
 from dl_comm._groups import Group, is_routed
 from dl_comm._groups import given as given_group
+from dl_comm._private_names import check
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
 from dl_comm._tensor_names import Name, by_structure
 from dl_comm._tensor_names import labels as labels_of
@@ -537,6 +538,7 @@ def call_name(base: str, channel: int | str) -> str:
 
 def refuse_xla() -> None:
     """Raise StateError inside a function that XLA compiles."""
+    check("tensorflow")
     # TensorFlow marks the graphs of XLA-compiled functions, and graphs inside them, with a control flow context.
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:

@@ -13,6 +13,7 @@ import torch
 import dl_comm
 from dl_comm import ArgumentError, DTypeError, StateError
 from dl_comm._buckets import bucket_bytes
+from dl_comm._private_names import check
 from dl_comm._process import checked_team, start_team
 from dl_comm.torch import _functions, _ops
 from dl_comm.torch._bucket_plan import Named
@@ -194,6 +195,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         raise DTypeError(f"expected a torch optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, AveragingOptimizer):
         raise ArgumentError("the optimizer is a DistributedOptimizer already")
+    check("torch")
     size = bucket_bytes(bucket_mb)
     if backward_passes_per_step < 1 or nteam < 1 or nthread_per_team < 1:
         raise ArgumentError("backward_passes_per_step, nteam and nthread_per_team must be positive")
