@@ -17,6 +17,8 @@ from dl_comm._ops import broadcast_in
 from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
 
 _ARRAYS = {np.ndarray}
+# Element types that the plugin's broadcast lacks.
+_WITHOUT_MEAN = {"int16", "uint16", "uint32", "uint64", "complex64", "complex128"}
 
 
 def gradients(
@@ -137,7 +139,7 @@ def broadcast(
     """Copies the values of rank ``root`` to all ranks. Collective.
 
     Args:
-        tensors: As for ``gradients``, and bool.
+        tensors: As for ``gradients``, of any element type.
         root: The rank that has the values.
         timeout: As for ``gradients``.
         group: The ranks that take part; None: all. ``root`` is a rank of the group. Not for GPU arrays.
@@ -170,6 +172,8 @@ def broadcast(
     if _cuda_arrays.all_on_gpu(tensors):
         return _cuda_arrays.broadcast(tensors, root, limit)
     _refuse_masked(tensors)
+    if any(isinstance(array, np.ndarray) and array.dtype.name in _WITHOUT_MEAN for array in tensors):
+        return broadcast_in(tensors, root, None, timeout)
     _dl_comm.broadcast(tensors, root, None, limit)
     return tensors
 

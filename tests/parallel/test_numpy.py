@@ -81,7 +81,6 @@ def test_bad_input_is_refused_and_the_next_call_works(call: object, rank: int, s
     cases: list[tuple[object, type[Exception], str]] = [
         ([], mc.ArgumentError, "empty"),
         ([np.ones(3), None], mc.ArgumentError, "tensor 1 is None"),
-        ([np.ones(3, np.complex64)], TypeError, "complex64"),
         ([np.ones(3, ">f4")], TypeError, ">f4"),
         ([np.array(["a"])], TypeError, "<U1"),
         ([[1.0, 2.0]], TypeError, "list|float"),
@@ -89,6 +88,8 @@ def test_bad_input_is_refused_and_the_next_call_works(call: object, rank: int, s
         (np.ones(3), mc.DTypeError, "list"),
         (3, mc.DTypeError, "list"),
     ]
+    if call is mc.gradients:
+        cases.append(([np.ones(3, np.complex64)], mc.DTypeError, "complex64"))
     for argument, kind, words in cases:
         with pytest.raises(kind, match=words):
             call(argument, 0)  # type: ignore[operator]

@@ -41,3 +41,12 @@ def test_masks_are_refused(rank: int, size: int) -> None:
         with pytest.raises(dl_comm.ArgumentError, match="masked"):
             call(masked)
     assert dl_comm.allreduce(1) == size
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "uint32", "uint64", "complex64", "complex128", "bool", "float16"])
+def test_a_broadcast_in_place_takes_every_type(dtype: str, grouped: bool, rank: int, size: int) -> None:
+    array = np.full(3, rank + 1, dtype)
+    with dl_comm.Group() as group:
+        assert dl_comm.broadcast([array], size - 1, group=group if grouped else None)[0] is array
+    np.testing.assert_array_equal(array, np.full(3, size, dtype))

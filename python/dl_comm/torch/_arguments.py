@@ -38,6 +38,23 @@ def tensors_of(x: Any, argument: str = "x") -> tuple[list[torch.Tensor], Callabl
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
+# Types that the core does not know, by those of the same size in which they move.
+_CARRIERS: dict[torch.dtype, torch.dtype] = {
+    dtype: torch.uint8 if dtype.itemsize == 1 else torch.int32
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and name.startswith(("float8_", "float4_", "complex32", "bcomplex32"))
+}
+
+
+def carried(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], str]:
+    """Return tensors as types in which they move, and the types that the core does not know, for the call's name."""
+    unknown = sorted({str(tensor.dtype) for tensor in tensors if tensor.dtype in _CARRIERS})
+    if not unknown or _ops.learns(tensors):
+        return tensors, ""
+    views = [tensor.resolve_conj().view(_CARRIERS.get(tensor.dtype, tensor.dtype)) for tensor in tensors]
+    return views, f" of {', '.join(unknown)}"
+
+
 def first(tensors: Any) -> Any:
     """Return the result of a call on one tensor."""
     return tensors[0]

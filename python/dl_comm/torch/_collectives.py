@@ -19,6 +19,7 @@ from dl_comm.torch import _autograd as _autograd
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import (
     call_name,
+    carried,
     checked_rank,
     first,
     item,
@@ -54,6 +55,7 @@ _GATHER = _collective("gather")
 _SCATTER = _collective("scatter")
 _REDUCE_SCATTER = _collective("reduce_scatter")
 _ALL_TO_ALL = _collective("all_to_all")
+_MOVING = (_ALL_GATHER, _GATHER, _SCATTER, _ALL_TO_ALL)
 
 
 def allreduce(
@@ -331,14 +333,18 @@ def all_to_all(
 
 def broadcast_new(tensors: list[torch.Tensor], root: int, group: Group | None, timeout: float | None) -> Any:
     """Return rank `root`'s tensors as new tensors; differentiable."""
-    return list(_ops.call(_BROADCAST.new, tensors, *place(group, 2, tensors), checked_rank(root), "", seconds(timeout)))
+    views, name = carried(tensors)
+    arguments = (*place(group, 2, tensors), checked_rank(root), name, seconds(timeout))
+    results = _ops.call(_BROADCAST.new, views, *arguments)
+    return [result.view(tensor.dtype) if name else result for result, tensor in zip(results, tensors, strict=True)]
 
 
 def broadcast_into(
     tensors: list[torch.Tensor], root: int, group: Group | None, timeout: float | None, async_op: bool, result: Any
 ) -> Any:
     """Copy rank `root`'s contiguous tensors to all ranks of the group, in place; return `result`, or a `Work` of it."""
-    arguments = (*place(group, 2, tensors), checked_rank(root), "", seconds(timeout))
+    tensors, name = carried(tensors)
+    arguments = (*place(group, 2, tensors), checked_rank(root), name, seconds(timeout))
     if async_op:
         number = _ops.call(_BROADCAST.start, tensors, tensors, *arguments)[1]
         torch.autograd.graph.increment_version(tensors)
@@ -372,11 +378,21 @@ def _run(
         out = None
         if not _ops.learns(tensors):
             wrap = nothing
+    kinds = ""
+    if ops in _MOVING:
+        # The core compares neither the types nor their values, so the types are part of the name.
+        types, of_types = [tensor.dtype for tensor in tensors], wrap
+        tensors, kinds = carried(tensors)
+        if kinds:
+            arguments = (*arguments[:-2], arguments[-2] + kinds, arguments[-1])
+            wrap = lambda results: of_types([each.view(kind) for each, kind in zip(results, types, strict=True)])  # noqa: E731
     if out is None and not async_op:
         op = ops.new if _ops.differentiates(tensors) else ops.no_grad
         return wrap(_ops.call(op, tensors, *arguments))
     given = [] if out is None else tensors if out is x else tensors_of(out, "out")[0]
     refuse_gradients(tensors, "a call with out or async_op")
+    if kinds:
+        given = tensors if out is x else carried(given)[0]
     if given is not tensors:
         refuse_gradients(given, "a call with out")
     if async_op:

@@ -65,7 +65,7 @@ def broadcast(
 ) -> Any:
     """Copy the values of `tensors` on rank `root` to all ranks, in place, and return the tensors.
 
-    For an expanded tensor, whose elements share memory, the result is a new tensor. dtypes (and bool), `timeout` and
+    For an expanded tensor, whose elements share memory, the result is a new tensor. Takes every dtype. `timeout` and
     errors as in `gradients`; after an error the tensors are unchanged.
 
     `group`: the ranks that take part; `root` is a rank of the group. `async_op`: return a `Work` of the tensors, which
@@ -88,7 +88,7 @@ def broadcast(
         for tensor in given
     ]
     dense = [contiguous_copy(tensor) if tensor.layout is torch.strided else tensor for tensor in into]
-    if group is None and not is_routed():
+    if group is None and not is_routed() and all(tensor.dtype in _ops.DTYPES for tensor in dense):
         _ops.broadcast_in_place(dense, checked_root(root), "broadcast", timeout=seconds(timeout))
     else:
         _collectives.broadcast_into(dense, root, group, timeout, False, dense)

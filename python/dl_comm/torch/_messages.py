@@ -14,7 +14,7 @@ import torch
 from dl_comm import ArgumentError, Group, Status
 from dl_comm._process import seconds
 from dl_comm.torch import _ops
-from dl_comm.torch._arguments import call_name, checked_rank, checked_tag, place, refuse_gradients, tensors_of
+from dl_comm.torch._arguments import call_name, carried, checked_rank, checked_tag, place, refuse_gradients, tensors_of
 from dl_comm.torch._work import Handle, Work
 
 _ANY = -1
@@ -46,6 +46,7 @@ def send(
     """
     tensors, _ = tensors_of(x)
     refuse_gradients(tensors, "send")
+    tensors, _ = carried(tensors)
     arguments = (place(group)[0], checked_rank(dest, "dest"), checked_tag(tag), call_name(name), seconds(timeout))
     copies = [tensor if _on_host(tensor) else tensor.cpu() for tensor in tensors]
     work: Work[None] = Work(_ops.call(_SEND, copies, *arguments), lambda _: None)
@@ -81,6 +82,7 @@ def recv(
     refuse_gradients(tensors, "recv")
     peer = _ANY if source is None else checked_rank(source, "source")
     arguments = (place(group)[0], peer, _ANY if tag is None else checked_tag(tag), call_name(name), seconds(timeout))
+    tensors, _ = carried(tensors)
     copies = [tensor if _on_host(tensor) else _host_copy(tensor) for tensor in tensors]
     copied = False
 
