@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from dl_comm import _dl_comm
-from dl_comm._errors import CommError
+from dl_comm._agreement import failing_together
+from dl_comm._errors import ArgumentError, CommError
 from dl_comm._process import get_rank
 
 Location = str | os.PathLike[str]
@@ -43,7 +44,7 @@ def write_on_rank0(path: Location, write: Callable[[Path], Any]) -> None:
         TimeoutError: Writing took longer than ``DL_COMM_TIMEOUT_S``.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    path = Path(path)
+    path = _checked(path, "write_on_rank0")
 
     def replace() -> None:
         unfinished = path.with_name(f".{os.getpid()}.{path.name}")
@@ -65,8 +66,16 @@ def read_on_rank0(path: Location) -> bytes:
         CommError: On other ranks, when rank 0 failed; rank 0 raises its own exception.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    content = _on_rank0(Path(path).read_bytes, f"read {path}")
+    content = _on_rank0(_checked(path, "read_on_rank0").read_bytes, f"read {path}")
     return _bytes_of_rank0(content, "read_on_rank0")
+
+
+def _checked(path: Any, function: str) -> Path:
+    with failing_together(function):
+        try:
+            return Path(path)
+        except TypeError as error:
+            raise ArgumentError(f"{function} takes the path of a file, not a {type(path).__name__}") from error
 
 
 def _on_rank0(action: Callable[[], Any], description: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dl_comm import _cuda_arrays, _dl_comm
+from dl_comm._agreement import failing_together
 from dl_comm._binding import binding_of
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group, is_routed
@@ -191,22 +192,25 @@ def average(value: Any) -> Any:
         MismatchError: The ranks issued different collectives.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    if isinstance(value, np.ndarray):
-        _refuse_masked([value])
-        if value.dtype.kind in "biu":
-            value = value.astype(np.float64)
-        _dl_comm.average([value], [value], CONTROL_TEAM)
-        return value
-    framework = binding_of([value])
+    framework = None if isinstance(value, np.ndarray) else binding_of([value])
     if framework is not None:
         return framework.average(value)
+    with failing_together("average"):
+        array = _metric(value)
+    _dl_comm.average([array], [array], CONTROL_TEAM)
+    return array if isinstance(value, np.ndarray) else float(array[0])
+
+
+def _metric(value: Any) -> np.ndarray:
+    """The array that is averaged for a metric."""
+    if isinstance(value, np.ndarray):
+        _refuse_masked([value])
+        return value.astype(np.float64) if value.dtype.kind in "biu" else value
     if isinstance(value, (bool, int, float, np.generic)) and not np.iscomplexobj(value):
         try:
-            array = np.array([value], dtype=np.float64)
+            return np.array([value], dtype=np.float64)
         except (TypeError, ValueError) as error:
             raise DTypeError(f"average needs a number, not {value!r}") from error
-        _dl_comm.average([array], [array], CONTROL_TEAM)
-        return float(array[0])
     raise DTypeError(f"average needs a number, an array or a tensor, not a {type(value).__name__}")
 
 

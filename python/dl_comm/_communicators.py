@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dl_comm._agreement import failing_together
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group, given, on_end, world
 from dl_comm._ops import all_gather, allreduce
@@ -73,7 +74,8 @@ def push_communicator(key: Any, *, cartesian: bool | None = None) -> int:
         ArgumentError: ``cartesian`` is True and the sizes differ.
     """
     parent = communicator(len(_stack.pushed)).local
-    text = str(key)
+    with failing_together("push_communicator", parent):
+        text = str(key)
     data = np.frombuffer(text.encode(), np.uint8)
     lengths = all_gather(np.array([len(data)]), group=parent, name="push_communicator: lengths").tolist()
     joined = all_gather(data, group=parent, name="push_communicator", counts=lengths)

@@ -211,17 +211,29 @@ def split(color: int | None, key: int = 0, *, group: Group | None = None, name: 
 
     Returns:
         The new group of this rank, or None.
+
+    Raises:
+        ArgumentError: ``color`` or ``key`` is no integer; the other ranks raise MismatchError.
     """
+    from dl_comm._agreement import failing_together
     from dl_comm._ops import all_gather
 
     parent = given(group)
-    mine = np.array([0 if color is None else int(color), int(key), color is not None], dtype=np.int64)
+    with failing_together("split", parent):
+        mine = _checked_color(color, key)
     rows = all_gather(mine, group=parent, name="split").reshape(parent.size, 3)
     if color is None:
         return None
     members = [rank for rank in range(parent.size) if rows[rank, 2] and rows[rank, 0] == mine[0]]
     members.sort(key=lambda rank: int(rows[rank, 1]))
     return Group([parent.ranks[rank] for rank in members], name or f"split {color}")
+
+
+def _checked_color(color: Any, key: Any) -> np.ndarray:
+    try:
+        return np.array([0 if color is None else int(color), int(key), color is not None], dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(f"invalid color {color!r} or key {key!r} (expected integers of 64 bits)") from error
 
 
 def join(*, group: Group | None = None, timeout: float | None = None) -> int:

@@ -93,6 +93,33 @@ class TestObjects:
                 assert found == (None if name == "gather" and rank else [1] * size)
 
 
+class Nameless:
+    def __str__(self) -> str:
+        raise ValueError("nameless")
+
+
+HELPERS: dict[str, tuple[Callable[[Any], Any], Any, Any, type[Exception]]] = {
+    "average": (mc.average, "no number", 1.0, mc.DTypeError),
+    "split": (mc.split, "blue", 0, mc.ArgumentError),
+    "push_communicator": (mc.push_communicator, Nameless(), "all", ValueError),
+    "write_on_rank0": (lambda path: mc.write_on_rank0(path, Path.touch), None, os.devnull, mc.ArgumentError),
+    "read_on_rank0": (mc.read_on_rank0, None, os.devnull, mc.ArgumentError),
+}
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_an_argument_that_one_rank_cannot_use(name: str, rank: int, size: int) -> None:
+    """The other ranks fail too, and the next call is the next one of all."""
+    call, bad, good, kind = HELPERS[name]
+    if rank == size - 1:
+        with pytest.raises(kind):
+            call(bad)
+    else:
+        with pytest.raises(mc.MismatchError, match=f"{name} failed on this rank: {kind.__name__}"):
+            call(good)
+    assert mc.average(float(rank)) == (size - 1) / 2
+
+
 def test_paths(rank: int) -> None:
     assert mc.rank0_path("a/b.npz") == (Path("a/b.npz") if rank == 0 else None)
     assert mc.rank_path(Path("a/b.npz")) == Path(f"a/b.rank{rank}.npz")
