@@ -16,7 +16,7 @@ import pytest
 from arrays import Array, Stream, counters, use
 
 import dl_comm
-from device_calls import DeviceWork
+from device_calls import FLOAT32, DeviceWork
 from dl_comm._cuda import preload
 
 GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
@@ -195,6 +195,30 @@ def test_operators_and_types_that_nccl_lacks_go_through_the_host() -> None:
 def place() -> tuple[int, int]:
     """The GPU and the default stream."""
     return (dl_comm.local_rank() % GPUS, 0)
+
+
+@pytest.mark.parametrize("blocks_host", [False, True])
+def test_started_calls_on_the_same_memory_take_effect_in_their_order(blocks_host: bool) -> None:
+    """A long call, a short one on its end, and one that goes through host memory unless NCCL has it."""
+    size, stream = dl_comm.size(), Stream()
+    long, short = 300_001, 8
+    for _ in range(5):
+        x, y = Array(np.ones(long, "f4"), stream), Array(np.zeros(short * size, "f4"), stream)
+        end = x.address.value + 4 * (long - short)
+        kept = {"device": (place()[0], stream.handle.value or 0), "blocks_host": blocks_host}
+        works = [
+            DeviceWork(ALLREDUCE, [(x.address.value, x.address.value, long, FLOAT32)], name="long", **kept),
+            DeviceWork(ALLREDUCE, [(end, end, short, FLOAT32)], name="short", **kept),
+            DeviceWork(ALLGATHER, [(end, y.address.value, short, FLOAT32)], name="gather", **kept),
+            DeviceWork(ALLREDUCE, [(end, end, short, FLOAT32)], name="last", **kept),
+        ]
+        assert [work.wait() for work in works] == [0] * 4
+        found = x.get()
+        np.testing.assert_array_equal(found[:-short], size)
+        np.testing.assert_array_equal(found[-short:], size**3)
+        np.testing.assert_array_equal(y.get(), size**2)
+        x.free()
+        y.free()
 
 
 def test_bfloat16() -> None:

@@ -305,6 +305,17 @@ def test_a_send_and_a_receive(framework: Framework, rank: int, size: int) -> Non
     framework.check(number, np.array([float(before)]))
 
 
+def test_a_message_of_another_type_is_refused(framework: Framework, rank: int, size: int) -> None:
+    """Also if it has as many bytes; the next one arrives."""
+    following, before = (rank + 1) % size, (rank - 1) % size
+    for length in (3, 10_000):
+        sent, expected = values(rank, length, "int32"), values(before, length, "int32")
+        with framework.raises(dl_comm.MismatchError, "int32"):
+            framework.sendrecv(framework.make(sent), following, framework.make(np.zeros(length, np.float32)), before)
+        like = framework.make(np.zeros(length, np.int32))
+        framework.check(framework.sendrecv(framework.make(sent), following, like, before)[0], expected)
+
+
 @pytest.mark.needs("async")
 def test_messages_with_handles(framework: Framework, rank: int, size: int) -> None:
     comm, make, check = framework.comm, framework.make, framework.check
