@@ -194,7 +194,7 @@ except Exception as error:
     for text in seen(finished, "fit", 2):
         assert "collective mismatch" in text, text
         assert "average 'DistributedOptimizer'" in text, text
-    assert "rank 1: has made 7 calls on team 0, and waits in average" in finished.output, finished.output
+    assert "rank 1: has made 8 calls on team 0, and waits in average" in finished.output, finished.output
 
 
 def test_a_timeout_has_the_calls_of_other_ranks(run: Callable[..., Finished]) -> None:

@@ -300,6 +300,8 @@ impl Bootstrap for StoreBootstrap {
         if !matches!(way, Way::Running { .. }) {
             self.connect_hosts(&prepared, listener.as_ref(), members, &offers)?;
         }
+        // From now on the others know more of a rank that ends than that its connection has closed.
+        self.store.fail_waits_at_end("", None, wait_ctx)?;
         let started = start_network(prepared, way, &self.name, members, wait_ctx);
         let outcome = started.as_ref().map(drop).map_err(Error::clone);
         self.agree::<(), ()>(outcome, wait_ctx).inspect_err(|_| started.iter().for_each(StartedNetwork::leave))?;

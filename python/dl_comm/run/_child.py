@@ -77,14 +77,17 @@ def main() -> NoReturn:
     if start is not None:
         variables = start.apply(env)
         end = run_program(sys.argv[1:], variables, lambda note: write_note(life[1], note), out[1], err[1], rank == 0)
-        start.close(not end["status"] and not end["signal"])
     for writer in (out[1], err[1]):
         os.close(writer)
     write_note(life[1], end)
     os.close(life[1])
     os.waitpid(forwarder, 0)
-    if end["status"] or end["signal"]:
+    has_failed = bool(end["status"] or end["signal"])
+    if has_failed:
         kill_group(end["pid"])
+    if start is not None:
+        # After the report: the launcher may end the job now.
+        start.close(not has_failed)
     exit_as(end)
 
 
