@@ -174,7 +174,7 @@ class _Relay:
             self._launcher.settimeout(_FINALIZE_S)
             with contextlib.suppress(OSError, ValueError):  # the launcher has ended
                 self._ask("cmd=finalize")
-        self._launcher.close()
+        # It closes with this process: the launcher could kill this process before it has its exit status.
 
     def _ask(self, request: str) -> dict[str, str]:
         self._launcher.sendall(request.encode() + b"\n")
