@@ -5,6 +5,8 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use crate::address_space::AddressSpace;
+
 /// An error of the core. `Clone`, because one failure of a group reaches all of its waiting calls.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
@@ -95,6 +97,13 @@ impl Error {
     /// A failed system call; `what` describes the attempted action.
     pub fn system(what: impl std::fmt::Display, error: impl std::fmt::Display) -> Error {
         Error::System(format!("{what}: {error}"))
+    }
+
+    /// A thread that did not start: it may have no address space for its stack.
+    pub fn no_thread(error: impl std::fmt::Display) -> Error {
+        let space = AddressSpace::now();
+        let why = space.limit.map_or(String::new(), |_| format!("; {space}"));
+        Error::System(format!("starting a thread: {error}{why}"))
     }
 }
 

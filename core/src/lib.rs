@@ -17,6 +17,7 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("dl_comm needs Linux: futexes, pidfds and /dev/shm");
 
+mod address_space;
 pub mod affinity;
 pub mod buffer;
 pub mod capi;

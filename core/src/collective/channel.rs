@@ -141,6 +141,10 @@ impl Channel {
         self.plan = Plan { total, path, ..Plan::default() };
         self.refresh();
         self.start_timer(call, total, kind);
+        if call.is_small() {
+            // Of later calls of this kind, too, which do not check.
+            self.reserve(call, 0, 0, |bytes| self.shm.reserve_small(&bytes))?;
+        }
         if call.is_small() && path == CallPath::First {
             return self.exchange(call, wait_ctx);
         }
@@ -304,15 +308,41 @@ impl Channel {
         if self.small_seq == Some(seq) {
             return self.shm.small_slots(seq);
         }
+        self.shm.slots_at(seq, self.place(call, chunk, seq))
+    }
+
+    /// The place in the slots of round `seq`, which is not a small one, for a chunk of `call`.
+    fn place(&self, call: &Call, chunk: usize, seq: u32) -> usize {
         let len = call.layout.chunk_len(chunk);
         if len < MIN_PLACED_BYTES || call.agrees_on_length() {
-            return self.shm.slots(seq);
+            return 0;
         }
         let layout = self.shm.region().layout();
         let covered = len.div_ceil(layout.place_bytes());
         let disjoint = (call.compartment() / layout.place_bytes() / covered).min(layout.places());
-        let place = (seq / self.shm.window()) as usize % disjoint.max(1) * covered;
-        self.shm.slots_at(seq, place)
+        (seq / self.shm.window()) as usize % disjoint.max(1) * covered
+    }
+
+    /// Makes the memory of the parts of this rank's slot that chunk `chunk` of `call` uses in a round, by `reserve`.
+    pub(super) fn reserve(
+        &self,
+        call: &Call,
+        chunk: usize,
+        place: usize,
+        reserve: impl Fn(Range<usize>) -> Result<()>,
+    ) -> Result<()> {
+        if self.topology.hosts() > 1 || call.agrees_on_length() {
+            return reserve(0..call.slot());
+        }
+        let (start, len) = (place * self.shm.region().layout().place_bytes(), call.layout.chunk_len(chunk));
+        if call.op.pattern() == Pattern::Line {
+            return reserve(start..start + len);
+        }
+        let compartment = call.compartment();
+        (0..call.slot() / compartment).try_for_each(|index| {
+            let start = start + index * compartment;
+            if start + len <= call.slot() { reserve(start..start + len) } else { Ok(()) }
+        })
     }
 
     /// Copies this rank's input of a chunk into the slots of round `seq`, but `own` of the line.
@@ -347,6 +377,7 @@ impl Channel {
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
         let content = if plan.zero_copy { self.content(call) } else { SlotContent::Data };
         if content == SlotContent::Data {
+            self.reserve(call, chunk, self.place(call, chunk, seq), |bytes| self.shm.reserve(seq, bytes))?;
             self.copy_in(call, chunk, self.own_range(call, chunk), seq);
         } else {
             self.post_places(call, content, seq)?;

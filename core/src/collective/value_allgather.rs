@@ -48,8 +48,10 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned + Clone, R: Serial
     // A rank's value is in the first half of its slot, the result in the second half of the first rank's slot.
     let half = channel.shm.region().layout().slot / 2;
 
+    let value = encode(value).unwrap_or_default();
+    channel.shm.reserve(seq, 0..(8 + value.len()).min(half))?;
     // SAFETY: `begin_round` waited until this rank owns the slot.
-    unsafe { write_bytes(channel.shm.slot(local_rank, seq), half, &encode(value).unwrap_or_default()) };
+    unsafe { write_bytes(channel.shm.slot(local_rank, seq), half, &value) };
     channel.shm.raise(Phase::Packed, seq);
     channel.shm.wait(Phase::Packed, seq, local_size, wait_ctx)?;
 
@@ -65,6 +67,7 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned + Clone, R: Serial
             values = exchange(values, link.as_mut(), host, hosts, wait_ctx)?;
         }
         let result = encode(&by_rank(&values, channel.topology.size()).map(merge)).unwrap_or_default();
+        channel.shm.reserve(seq, half..half + (8 + result.len()).min(half))?;
         // SAFETY: no other rank accesses the second half of this slot before `Reduced`.
         unsafe { write_bytes(channel.shm.slot(local_rank, seq).add(half), half, &result) };
     }

@@ -66,11 +66,22 @@ impl Channel {
         self.plan.path == CallPath::Second && !call.op.collective.reduces
     }
 
+    /// Keeps the shared memory of the tensors of `call`, which has failed, for the ranks that may still access it.
+    pub fn hold_tensors(&self, call: &Call) {
+        let Some(memory) = self.peer_memory() else { return };
+        for range in call.layout.tensors().flat_map(|tensor| accessed(call, tensor)) {
+            if !range.is_empty() {
+                memory.hold(range);
+            }
+        }
+    }
+
     /// Writes the places of this rank's tensors to its slot of round `seq`.
     ///
     /// # Errors
     /// [`Error::Internal`] for a tensor that is not where `content` says.
     pub(super) fn post_places(&self, call: &Call, content: SlotContent, seq: u32) -> Result<()> {
+        self.shm.reserve(seq, 0..num_words(call) * size_of::<u64>())?;
         let slot = self.shm.slot(self.topology.local_rank(), seq).cast::<u64>();
         sync::check_write(slot.cast(), num_words(call) * size_of::<u64>());
         let memory = self.peer_memory().filter(|_| content == SlotContent::PeerMemory);
@@ -200,7 +211,7 @@ fn accessed(call: &Call, tensor: usize) -> [Range<usize>; 2] {
 }
 
 fn cannot_map() -> Error {
-    Error::Internal("a tensor is not in memory that the local ranks map".into())
+    Error::System("this rank cannot map the memory of another rank of its host".into())
 }
 
 /// A word of a tensor in a slot.

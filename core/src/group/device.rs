@@ -108,7 +108,7 @@ impl DeviceExecutor {
                 }
                 poll_device_work(&shared, &receiver, &*release_streams);
             });
-            spawned.map_err(|error| Error::system("starting a thread", error))
+            spawned.map_err(Error::no_thread)
         })?;
         Ok(DeviceExecutor { path, monitor_queue: Some(sender), monitor: Some(monitor) })
     }

@@ -100,7 +100,7 @@ impl GroupState {
 
     /// As `fail`, without calling `on_failure`; false if the group had already failed.
     pub fn set_failure(&self, error: &Error) -> bool {
-        // Peers may still access shared memory, which its owner may free as soon as it sees the failure.
+        // Peers may still access the memory of the group, which its owner may free as soon as it sees the failure.
         if let Some(memory) = self.region.peer_memory() {
             memory.quarantine();
         }

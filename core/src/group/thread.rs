@@ -86,7 +86,7 @@ impl<T: Send + 'static> GroupThread<T> {
             run(&inbox);
         };
         let handle = Builder::new().name(self.0.settings.name.clone()).spawn(run);
-        let handle = handle.map_err(|error| Error::system("starting a thread", error))?;
+        let handle = handle.map_err(Error::no_thread)?;
         *state = State::Running(Arc::clone(body), sender, handle);
         Ok(())
     }

@@ -51,10 +51,15 @@ impl Worker {
     ) -> Result<T> {
         let limits = CallLimits { work: Arc::clone(work), shared: Arc::clone(&self.shared) };
         let wait_ctx = limits.wait_context();
-        self.run_guarded(|channel| {
+        let result = self.run_guarded(|channel| {
             channel.open(&wait_ctx)?;
             body(channel, work, &wait_ctx)
-        })
+        });
+        if result.is_err() && self.shared.has_failed() {
+            // The caller may free the tensors as soon as it sees the error.
+            self.channel.hold_tensors(&work.call);
+        }
+        result
     }
 
     /// Runs `body` unless the group has failed. Ends the group if an error leaves the ranks out of sync.

@@ -409,7 +409,7 @@ impl Shared {
                     self.awake.store(true, Ordering::SeqCst);
                 }
                 // Callers that wait make progress themselves.
-                Err(error) => log_line(&Error::system("starting a thread", error).to_string()),
+                Err(error) => log_line(&Error::no_thread(error).to_string()),
             }
         }
     }

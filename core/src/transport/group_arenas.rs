@@ -4,12 +4,14 @@
 //! Thread rule: any thread.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
-use super::arena::{Arenas, DIRECT_MIN_BYTES, DirectCopies, PeerMemory};
+use super::arena::{Arenas, DIRECT_MIN_BYTES, DirectCopies, Hold, PeerMemory};
 use super::mailbox::memory::arena_header;
 use super::mailbox::process_memory;
 use crate::error::Result;
+use crate::lock::lock;
 
 /// The memory that the ranks of a group on a host share outside of its region: the arenas, by local rank in the group.
 pub struct GroupArenas {
@@ -17,13 +19,19 @@ pub struct GroupArenas {
     local_ranks: Vec<usize>,
     /// The processes of the ranks, if all of them can access each other's private memory.
     processes: Option<Vec<i32>>,
+    has_failed: AtomicBool,
+    holds: Holds,
 }
+
+/// Memory that ranks of a failed group may still access, until all of them have left.
+pub type Holds = Arc<Mutex<Vec<Hold>>>;
 
 impl GroupArenas {
     /// The arenas of the group's ranks on this host, which have the local ranks `local_ranks` in the job. `processes`:
-    /// the result of [`readable_processes`], if every rank of the group has one.
-    pub fn new(arenas: Arc<Arenas>, local_ranks: Vec<usize>, processes: Option<Vec<i32>>) -> GroupArenas {
-        GroupArenas { arenas, local_ranks, processes }
+    /// the result of [`readable_processes`], if every rank of the group has one. After a failure, what the others may still
+    /// access is added to `holds`.
+    pub fn new(arenas: Arc<Arenas>, local_ranks: Vec<usize>, processes: Option<Vec<i32>>, holds: Holds) -> GroupArenas {
+        GroupArenas { arenas, local_ranks, processes, has_failed: AtomicBool::new(false), holds }
     }
 
     fn process(&self, local_rank: usize) -> Option<i32> {
@@ -57,7 +65,11 @@ impl PeerMemory for GroupArenas {
     }
 
     fn quarantine(&self) {
-        self.arenas.quarantine();
+        self.has_failed.store(true, Ordering::Release);
+    }
+
+    fn hold(&self, range: Range<usize>) {
+        lock(&self.holds).extend(self.arenas.hold(&range));
     }
 
     fn alloc_zeroed(&self, len: usize) -> Result<*mut u8> {
@@ -65,6 +77,9 @@ impl PeerMemory for GroupArenas {
     }
 
     unsafe fn free_zeroed(&self, memory: *mut u8) {
+        if self.has_failed.load(Ordering::Acquire) {
+            self.hold(memory.addr()..memory.addr());
+        }
         // SAFETY: the caller's promise.
         unsafe { self.arenas.free_zeroed(memory) };
     }

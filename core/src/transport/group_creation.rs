@@ -167,7 +167,7 @@ impl Job {
         let peers = topology.local_ranks().iter().map(peer).collect();
         let processes = Arc::clone(&self.ranks.local_processes);
         let liveness = Box::new(MemberLiveness { processes, local_ranks: local_ranks.clone() });
-        let arenas = GroupArenas::new(Arc::clone(self.groups.arenas()), local_ranks, readable);
+        let arenas = GroupArenas::new(Arc::clone(self.groups.arenas()), local_ranks, readable, memory.holds());
         let region = ShmRegion::new(
             memory,
             layout,

@@ -5,15 +5,22 @@
 //! wait for the others, so memory is freed later, when all members of the host have left.
 //! Thread rule: any thread.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use super::arena::{Arenas, HEADER_BYTES, PeerMemory};
 use super::failure_detector::HostGroups;
+use super::group_arenas::Holds;
 use super::region_control::RegionControl;
 use super::region_layout::{RegionLayout, RegionMemory};
 use crate::error::{Error, Result};
 use crate::lock::lock;
+
+/// How long a rank without memory waits for that of ended groups, which the other ranks free soon if they can.
+const COLLECT_TIMEOUT: Duration = Duration::from_secs(1);
+const COLLECT_INTERVAL: Duration = Duration::from_millis(10);
 
 /// What a rank shows at the start of its arena.
 #[repr(C)]
@@ -63,6 +70,7 @@ pub struct GroupMemory {
 struct Leaving {
     control: RegionControl,
     slots: Option<Memory>,
+    holds: Holds,
     /// The control block and its entry, if this rank has made it.
     own: Option<ControlBlock>,
     released: bool,
@@ -120,14 +128,25 @@ impl GroupMemory {
         unsafe { &*self.arenas.header(local_rank).cast::<Header>() }
     }
 
+    /// Allocates memory. If there is none, waits until the ranks of the host have freed what ended groups have left.
+    fn alloc<T>(&self, alloc: impl Fn() -> Result<T>) -> Result<T> {
+        let until = Instant::now() + COLLECT_TIMEOUT;
+        loop {
+            self.reap();
+            match alloc() {
+                Err(Error::System(_)) if Instant::now() < until => std::thread::sleep(COLLECT_INTERVAL),
+                result => return result,
+            }
+        }
+    }
+
     /// Makes the control block of a group with `members` (`None`: all ranks of the job).
     ///
     /// # Errors
     /// [`Error::System`] when there is not enough memory.
     pub fn create_control(self: &Arc<Self>, layout: RegionLayout, members: Option<&[u32]>) -> Result<NewControl> {
-        self.reap();
         let len = layout.control_bytes(members.map_or(0, <[u32]>::len));
-        let memory = self.arenas.alloc_zeroed(len)?;
+        let memory = self.alloc(|| self.arenas.alloc_zeroed(len))?;
         let offset = self.arenas.offset_of(memory.addr()..memory.addr() + len);
         // SAFETY: new memory of this length, freed only when no rank uses it.
         unsafe { RegionControl::create(memory, layout, members) };
@@ -163,6 +182,7 @@ impl GroupMemory {
             local_ranks,
             own,
             slots: Mutex::default(),
+            holds: Holds::default(),
         })
     }
 
@@ -219,6 +239,7 @@ impl GroupMemory {
                     // SAFETY: no rank uses the memory of others any more.
                     unsafe { self.arenas.free_zeroed(slots.0) };
                 }
+                lock(&group.holds).clear();
                 group.control.release();
                 group.released = true;
             }
@@ -287,6 +308,14 @@ pub struct ArenaRegion {
     local_ranks: Vec<usize>,
     own: Option<ControlBlock>,
     slots: Mutex<Option<Memory>>,
+    holds: Holds,
+}
+
+impl ArenaRegion {
+    /// What is kept until all ranks of the group have left.
+    pub fn holds(&self) -> Holds {
+        Arc::clone(&self.holds)
+    }
 }
 
 impl RegionMemory for ArenaRegion {
@@ -296,15 +325,26 @@ impl RegionMemory for ArenaRegion {
 
     fn make_slots(&self, _me: usize, len: usize) -> Result<u64> {
         let arenas = &self.groups.arenas;
-        let memory = arenas.alloc_zeroed(len).map_err(|error| match error {
+        let memory = self.groups.alloc(|| arenas.alloc_addresses(len))?;
+        *lock(&self.slots) = Some(Memory(memory));
+        let offset = arenas.offset_of(memory.addr()..memory.addr() + len);
+        offset.ok_or_else(|| Error::Internal("an arena lost its memory".into()))
+    }
+
+    fn reserve(&self, part: Range<usize>) -> Result<()> {
+        let memory = lock(&self.slots).as_ref().map(|slots| slots.0);
+        let memory = memory.ok_or_else(|| Error::Internal("the slots are not made".into()))?;
+        let reserved = self.groups.alloc(|| self.groups.arenas.reserve_part(memory, &part));
+        reserved.map_err(|error| match error {
             Error::System(text) => {
                 Error::System(format!("{text}; or set DL_COMM_CHUNK_KB or the number of threads lower"))
             }
             other => other,
-        })?;
-        *lock(&self.slots) = Some(Memory(memory));
-        let offset = arenas.offset_of(memory.addr()..memory.addr() + len);
-        offset.ok_or_else(|| Error::Internal("an arena lost its memory".into()))
+        })
+    }
+
+    fn collect(&self) {
+        self.groups.reap();
     }
 
     fn slots(&self, rank: usize, place: u64, len: usize) -> Option<*mut u8> {
@@ -316,7 +356,8 @@ impl Drop for ArenaRegion {
     fn drop(&mut self) {
         self.control.leave();
         let slots = lock(&self.slots).take();
-        let leaving = Leaving { control: self.control, slots, own: self.own.take(), released: false };
+        let (holds, own) = (Arc::clone(&self.holds), self.own.take());
+        let leaving = Leaving { control: self.control, slots, holds, own, released: false };
         lock(&self.groups.leaving).push(leaving);
         self.groups.reap();
     }
@@ -332,10 +373,10 @@ mod tests {
 
     /// The groups of two ranks of a host, as each of them sees them.
     fn two_ranks() -> [Arc<GroupMemory>; 2] {
-        let files: Vec<_> = (0..2).map(|_| shm::create_sparse("/dev/shm", 1000).unwrap()).collect();
+        let files: Vec<_> = (0..2).map(|_| shm::create("/dev/shm", 2).unwrap()).collect();
         [0, 1].map(|me| {
-            let maps = files.iter().map(|(.., name)| shm::open(name.path()).unwrap()).collect();
-            let arenas = Arenas::new(maps, me, files[me].1.try_clone().unwrap()).unwrap();
+            let opened = files.iter().map(|(_, name, _)| shm::open(name.path()).unwrap()).collect();
+            let arenas = Arenas::new(opened, me, files[me].2).unwrap();
             Arc::new(GroupMemory::new(Arc::new(arenas), me, 2, true))
         })
     }

@@ -302,38 +302,40 @@ fn agree_on_start(
     Ok((bounds, addresses[0].split(',').filter_map(|address| address.parse().ok()).collect()))
 }
 
-/// Creates this rank's arena and maps those of the host's other ranks. Succeeds on all ranks or on none. The only rank
+/// Creates this rank's arena and opens those of the host's other ranks. Succeeds on all ranks or on none. The only rank
 /// of a host shares nothing, and needs no folder.
 fn make_arenas(ranks: &Ranks, wait_ctx: &WaitContext<'_>) -> Result<Arc<Arenas>> {
     let topology = &ranks.topology;
     let is_alone = topology.local_size() == 1;
-    let private = || shm::create_private().map(|(map, file)| (map, file, None));
-    let created = shm::create_sparse(&ranks.config.shm_dir, topology.local_size());
-    let created = match created.map(|(map, file, name)| (map, file, Some(name))) {
+    let private = || shm::create_private().map(|(file, max_len)| (file, None, max_len));
+    let created = shm::create(&ranks.config.shm_dir, topology.local_size());
+    let created = match created.map(|(file, name, max_len)| (file, Some(name), max_len)) {
         Err(_) if is_alone => private(),
         created => created,
     };
     let path_of =
         |name: &Option<Name>| name.as_ref().map_or(String::new(), |name| name.path().to_string_lossy().into());
-    let path = created.as_ref().map(|(.., name)| path_of(name)).map_err(Error::clone);
-    let paths = ranks.agree("", path, wait_ctx)?;
-    let (mine, file, name) = created?;
+    let mine = created.as_ref().map(|(_, name, max_len)| (path_of(name), *max_len)).map_err(Error::clone);
+    let all = ranks.agree("", mine, wait_ctx)?;
+    let (file, name, _) = created?;
     let me = topology.local_rank();
-    let mut mine = Some(mine);
-    let map = |(local, &rank): (usize, &usize)| match mine.take_if(|_| local == me) {
+    // Each rank can map what another has allocated.
+    let max_len = topology.local_ranks().iter().map(|&rank| all[rank].1).min().unwrap_or(0);
+    let mut mine = Some(file);
+    let open = |(local, &rank): (usize, &usize)| match mine.take_if(|_| local == me) {
         Some(mine) => Ok(mine),
-        None => shm::open(Path::new(&paths[rank])),
+        None => shm::open(Path::new(&all[rank].0)),
     };
-    let maps: Result<Vec<_>> = topology.local_ranks().iter().enumerate().map(map).collect();
-    let arenas = match maps.and_then(|maps| Arenas::new(maps, me, file)) {
-        Err(_) if is_alone => private().and_then(|(map, file, _)| Arenas::new(vec![map], 0, file)),
+    let files: Result<Vec<_>> = topology.local_ranks().iter().enumerate().map(open).collect();
+    let arenas = match files.and_then(|files| Arenas::new(files, me, max_len)) {
+        Err(_) if is_alone => private().and_then(|(file, _, max_len)| Arenas::new(vec![file], 0, max_len)),
         arenas => arenas,
     };
     if let (Ok(arenas), false) = (&arenas, is_alone) {
         process_memory::show(arena_header(arenas, me));
     }
-    let mapped = arenas.as_ref().map(|_| ()).map_err(Error::clone);
-    ranks.agree_on("", mapped, wait_ctx)?;
+    let made = arenas.as_ref().map(|_| ()).map_err(Error::clone);
+    ranks.agree_on("", made, wait_ctx)?;
     drop::<Option<Name>>(name);
     arenas.map(Arc::new)
 }

@@ -1,6 +1,6 @@
 //! The allocator of an arena: page ranges and slabs. Pure.
 //!
-//! Ranges of whole pages are allocated first fit. Small allocations are slots of a *slab*, a range of slots of equal
+//! Ranges of whole pages are allocated first fit, each in one of the areas that the allocator has got. Small allocations are slots of a *slab*, a range of slots of equal
 //! size. So thousands of small tensors neither take a page each nor start in the same cache sets.
 //! Thread rule: plain data.
 
@@ -12,7 +12,7 @@ use crate::wire_layout::ALIGN;
 /// Start and length of ranges are multiples of this.
 const PAGE: usize = 4096;
 /// Size of a huge page; longer ranges are aligned to it.
-const HUGE: usize = 2 << 20;
+pub(super) const HUGE: usize = 2 << 20;
 /// Maximum size of an allocation in a slab.
 pub(super) const SMALL: usize = PAGE / 2;
 /// Size of a slab.
@@ -27,20 +27,40 @@ pub(super) enum Allocation {
     SlabSlot(usize),
 }
 
+/// An allocation in use.
+struct Used {
+    allocation: Allocation,
+    /// While others may access it, it is not given away again.
+    holds: u32,
+    /// Whether its owner has freed it, meanwhile.
+    is_freed: bool,
+}
+
+impl Used {
+    fn new(allocation: Allocation) -> Used {
+        Used { allocation, holds: 0, is_freed: false }
+    }
+}
+
 /// The allocator; offsets start at 0.
 pub(super) struct RangeAllocator {
     /// Free ranges: start to end. Adjacent ranges are merged.
     free: BTreeMap<usize, usize>,
     /// Allocations by start. Contains the slots of a slab, not the slab.
-    used: HashMap<usize, Allocation>,
+    used: BTreeMap<usize, Used>,
     /// Free slots by size.
     free_slots: HashMap<usize, Vec<usize>>,
 }
 
 impl RangeAllocator {
-    pub fn new(len: usize) -> RangeAllocator {
-        let free = if len == 0 { BTreeMap::new() } else { BTreeMap::from([(0, len)]) };
-        RangeAllocator { free, used: HashMap::new(), free_slots: HashMap::new() }
+    /// An allocator with nothing to allocate.
+    pub fn new() -> RangeAllocator {
+        RangeAllocator { free: BTreeMap::new(), used: BTreeMap::new(), free_slots: HashMap::new() }
+    }
+
+    /// Adds a free area, at multiples of [`HUGE`]. An allocation lies in one area: the areas do not touch.
+    pub fn add(&mut self, area: Range<usize>) {
+        self.free.insert(area.start, area.end);
     }
 
     /// Allocates a page range for `len` bytes.
@@ -59,7 +79,7 @@ impl RangeAllocator {
                 self.free.insert(rest.start, rest.end);
             }
         }
-        self.used.insert(range.start, Allocation::Pages(len));
+        self.used.insert(range.start, Used::new(Allocation::Pages(len)));
         Some(range)
     }
 
@@ -67,7 +87,7 @@ impl RangeAllocator {
     pub fn alloc_slot(&mut self, len: usize) -> Option<usize> {
         let slot_size = slot_size_for(len);
         let offset = self.free_slots.get_mut(&slot_size)?.pop()?;
-        self.used.insert(offset, Allocation::SlabSlot(slot_size));
+        self.used.insert(offset, Used::new(Allocation::SlabSlot(slot_size)));
         Some(offset)
     }
 
@@ -76,18 +96,40 @@ impl RangeAllocator {
         let slot_size = slot_size_for(len);
         let slots = self.free_slots.entry(slot_size).or_default();
         slots.extend((1..SLAB / slot_size).rev().map(|index| start + index * slot_size));
-        self.used.insert(start, Allocation::SlabSlot(slot_size));
+        self.used.insert(start, Used::new(Allocation::SlabSlot(slot_size)));
         start
     }
 
-    /// The allocation that starts at `offset`.
+    /// The allocation that starts at `offset`, unless it was freed.
     pub fn find(&self, offset: usize) -> Option<Allocation> {
-        self.used.get(&offset).copied()
+        self.used.get(&offset).filter(|used| !used.is_freed).map(|used| used.allocation)
+    }
+
+    /// Holds the allocation that `offset` is in. Returns its start.
+    pub fn hold(&mut self, offset: usize) -> Option<usize> {
+        let (&start, used) = self.used.range_mut(..=offset).next_back()?;
+        let (Allocation::Pages(len) | Allocation::SlabSlot(len)) = used.allocation;
+        used.holds += u32::from(offset < start + len);
+        (offset < start + len).then_some(start)
+    }
+
+    /// Ends a hold of the allocation that starts at `offset`. Returns the allocation if it can be freed now.
+    pub fn end_hold(&mut self, offset: usize) -> Option<Allocation> {
+        let used = self.used.get_mut(&offset)?;
+        used.holds -= 1;
+        (used.holds == 0 && used.is_freed).then_some(used.allocation)
+    }
+
+    /// If the allocation that starts at `offset` is held, marks it as freed by its owner, and returns true.
+    pub fn free_later(&mut self, offset: usize) -> bool {
+        let Some(used) = self.used.get_mut(&offset).filter(|used| used.holds > 0) else { return false };
+        used.is_freed = true;
+        true
     }
 
     /// Frees the allocation that starts at `offset`; ignores other offsets.
     pub fn free(&mut self, offset: usize) {
-        match self.used.remove(&offset) {
+        match self.used.remove(&offset).map(|used| used.allocation) {
             None => {}
             Some(Allocation::SlabSlot(slot_size)) => self.free_slots.entry(slot_size).or_default().push(offset),
             Some(Allocation::Pages(len)) => {
@@ -119,6 +161,12 @@ mod tests {
 
     const LEN: usize = 64 * HUGE;
 
+    fn allocator() -> RangeAllocator {
+        let mut allocator = RangeAllocator::new();
+        allocator.add(0..LEN);
+        allocator
+    }
+
     fn alloc(allocator: &mut RangeAllocator, len: usize) -> Option<Range<usize>> {
         if len > SMALL {
             return allocator.alloc(len);
@@ -140,7 +188,7 @@ mod tests {
         fn allocations_never_overlap(
             steps in prop::collection::vec((prop_oneof![1usize..2 * SMALL, 1usize..5 * HUGE], 0usize..8), 1..200),
         ) {
-            let mut allocator = RangeAllocator::new(LEN);
+            let mut allocator = allocator();
             let mut allocations: Vec<Range<usize>> = Vec::new();
             for (len, free) in steps {
                 if let Some(range) = alloc(&mut allocator, len) {
@@ -167,8 +215,40 @@ mod tests {
     }
 
     #[test]
+    fn an_allocation_lies_in_one_area() {
+        let mut allocator = RangeAllocator::new();
+        assert_eq!(allocator.alloc(1), None);
+        allocator.add(0..HUGE);
+        allocator.add(2 * HUGE..4 * HUGE);
+        assert_eq!(allocator.alloc(2 * HUGE), Some(2 * HUGE..4 * HUGE));
+        assert_eq!(allocator.alloc(HUGE), Some(0..HUGE));
+        allocator.free(0);
+        allocator.free(2 * HUGE);
+        assert_eq!(allocator.alloc(3 * HUGE), None);
+    }
+
+    #[test]
+    fn what_is_held_is_freed_after_the_last_hold() {
+        let mut allocator = allocator();
+        for len in [64, 3 * PAGE] {
+            let range = alloc(&mut allocator, len).unwrap();
+            assert_eq!(allocator.hold(range.end), None);
+            let allocation = allocator.find(range.start).unwrap();
+            assert!(!allocator.free_later(range.start));
+            assert_eq!([0, len - 1].map(|skip| allocator.hold(range.start + skip)), [Some(range.start); 2]);
+            assert_eq!(allocator.end_hold(range.start), None);
+            assert!(allocator.free_later(range.start));
+            assert_eq!(allocator.find(range.start), None, "its owner has freed it");
+            assert_ne!(alloc(&mut allocator, len).unwrap(), range);
+            assert_eq!(allocator.end_hold(range.start), Some(allocation));
+            allocator.free(range.start);
+            assert_eq!(alloc(&mut allocator, len).unwrap(), range);
+        }
+    }
+
+    #[test]
     fn small_pieces_share_pages() {
-        let mut allocator = RangeAllocator::new(LEN);
+        let mut allocator = allocator();
         let offsets: Vec<usize> = (0..100_000).map(|_| alloc(&mut allocator, 40).unwrap().start).collect();
         assert!(offsets.iter().all(|offset| offset.is_multiple_of(ALIGN)));
         offsets.iter().for_each(|&offset| allocator.free(offset));

@@ -3,6 +3,8 @@
 //!
 //! Thread rule: the fields are atomics; [`super::shm_region`] defines who may access a slot when.
 
+use std::ops::Range;
+
 use super::flag::Flag;
 use super::sync::{AtomicI32, AtomicU8, AtomicU32, AtomicU64};
 use crate::error::Result;
@@ -66,12 +68,23 @@ pub trait RegionMemory: Send + Sync {
     /// The control block, [`RegionLayout::control_bytes`] long, at a multiple of 64.
     fn control(&self) -> *mut u8;
 
-    /// Makes `len` zero bytes for the slots of this rank, local rank `me`. Returns the place that the other ranks
+    /// Makes room for the slots of this rank, local rank `me`: `len` zero bytes. Returns the place that the other ranks
     /// [find](RegionMemory::slots) them by.
     ///
     /// # Errors
-    /// [`Error::System`](crate::error::Error::System) when there is not enough memory.
+    /// [`Error::System`](crate::error::Error::System) when there is not enough room.
     fn make_slots(&self, me: usize, len: usize) -> Result<u64>;
+
+    /// Makes the memory of this part of the slots of this rank, which must not be used before.
+    ///
+    /// # Errors
+    /// [`Error::System`](crate::error::Error::System) when there is not enough memory.
+    fn reserve(&self, _part: Range<usize>) -> Result<()> {
+        Ok(())
+    }
+
+    /// Frees what ended groups have left, so that other ranks have room.
+    fn collect(&self) {}
 
     /// The address in this process of the slots of local rank `rank`, which returned `place` for them.
     fn slots(&self, rank: usize, place: u64, len: usize) -> Option<*mut u8>;

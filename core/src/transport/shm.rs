@@ -1,7 +1,6 @@
 //! Shared memory segments of the processes of a host.
 //!
-//! One rank creates a file with a random name and mode 0600, and reserves its pages: a full `/dev/shm` is an error
-//! here, not a bus error later. The other ranks map the file. Then its name is removed, so nothing remains after a
+//! One rank creates a file with a random name and mode 0600. The other ranks open the file. Then its name is removed, so nothing remains after a
 //! crash. The creator holds a lock on the file while the name exists. A name without a lock was left by a crash in that
 //! moment; creating the next segment removes it. All failures are an [`Error::System`].
 
@@ -11,10 +10,10 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use memmap2::MmapRaw;
 use rustix::fs::{FlockOperation, MemfdFlags, flock, memfd_create};
 use rustix::process::{Resource, getrlimit};
 
+use crate::address_space::AddressSpace;
 use crate::error::{Error, Result};
 use crate::log::log_line;
 
@@ -22,6 +21,8 @@ use crate::log::log_line;
 const PREFIX: &str = "dl_comm.";
 /// Address space limit for the arenas of a host's ranks: half of a process's address space.
 const MAX_ADDRESS_BYTES: u64 = 1 << 46;
+/// An arena that can have no more bytes is of no use.
+const MIN_ARENA_BYTES: u64 = 8 << 20;
 /// Minimum age of a stale name: longer than the time between creating and locking a file.
 const STALE_AGE: Duration = Duration::from_secs(60);
 
@@ -73,40 +74,47 @@ impl Drop for Name {
     }
 }
 
-/// Creates and maps the file of an arena ([`super::arena`]) for one of `ranks` ranks. The file is sparse and as large
-/// as the file system.
-pub fn create_sparse(folder: &str, ranks: usize) -> Result<(MmapRaw, File, Name)> {
+/// Creates the file of an arena ([`super::arena`]) for one of `ranks` ranks. Returns it and the most bytes of it that
+/// may be mapped.
+pub fn create(folder: &str, ranks: usize) -> Result<(File, Name, usize)> {
+    let max_len = max_arena_bytes(&AddressSpace::now(), ranks)?;
     let (file, name) = create_file(folder)?;
-    let statvfs_failed = |error| Error::system(format!("asking about {folder}"), error);
-    let system = rustix::fs::fstatvfs(&file).map_err(statvfs_failed)?;
-    let max_len = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
-    let len = (system.f_blocks * system.f_frsize).min(max_len).min(MAX_ADDRESS_BYTES / ranks as u64);
-    file.set_len(len).map_err(|error| failed("growing the shared memory", name.path(), error))?;
-    let map = MmapRaw::map_raw(&file).map_err(|error| failed("mapping", name.path(), error))?;
-    Ok((map, file, name))
+    Ok((file, name, max_len))
 }
 
-/// As [`create_sparse`], as large as the machine's memory, for a rank that shares nothing: it needs no folder.
-pub fn create_private() -> Result<(MmapRaw, File)> {
-    let failed = |error: std::io::Error| Error::system("creating memory for the only rank of this host", error);
-    let file = memfd_create("dl_comm", MemfdFlags::CLOEXEC).map_err(|error| failed(error.into()))?;
-    let (file, system) = (File::from(file), rustix::system::sysinfo());
-    let bytes = system.totalram.saturating_mul(u64::from(system.mem_unit));
-    file.set_len(bytes.min(MAX_ADDRESS_BYTES)).map_err(failed)?;
-    Ok((MmapRaw::map_raw(&file).map_err(failed)?, file))
+/// As [`create`], for a rank that shares nothing: it needs no folder.
+pub fn create_private() -> Result<(File, usize)> {
+    let failed = |error: rustix::io::Errno| Error::system("creating memory for the only rank of this host", error);
+    let file = memfd_create("dl_comm", MemfdFlags::CLOEXEC).map_err(failed)?;
+    Ok((file.into(), max_arena_bytes(&AddressSpace::now(), 1)?))
 }
 
-/// Maps a file that another process created.
-pub fn open(path: &Path) -> Result<MmapRaw> {
+/// Opens a file that another process created.
+pub fn open(path: &Path) -> Result<File> {
     let open = || {
         let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
         // If other users can rename files in the folder, the file may be theirs.
         if file.metadata()?.uid() != rustix::process::geteuid().as_raw() {
             return Err(std::io::Error::new(ErrorKind::PermissionDenied, "it belongs to another user"));
         }
-        MmapRaw::map_raw(&file)
+        Ok(file)
     };
-    open().map_err(|error| failed("opening the shared memory", path, error))
+    open().map_err(|error| Error::system(format!("opening the shared memory {}", path.display()), error))
+}
+
+/// The most bytes of an arena that each of `ranks` ranks maps: with a limit, all arenas take up to half of the address
+/// space that is left.
+fn max_arena_bytes(space: &AddressSpace, ranks: usize) -> Result<usize> {
+    let ranks = ranks as u64;
+    let limited = space.limit.map_or(u64::MAX, |limit| limit.saturating_sub(space.used) / 2 / ranks);
+    if limited < MIN_ARENA_BYTES {
+        let needed = (space.used + 2 * ranks * MIN_ARENA_BYTES) >> 20;
+        return Err(Error::System(format!(
+            "mapping the shared memory of {ranks} ranks: {space}; at least {needed} MiB are needed: raise the limit"
+        )));
+    }
+    let file = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX).max(MIN_ARENA_BYTES);
+    Ok(usize::try_from(limited.min(file).min(MAX_ADDRESS_BYTES / ranks)).unwrap_or(usize::MAX))
 }
 
 fn create_file(folder: &str) -> Result<(File, Name)> {
@@ -120,25 +128,24 @@ fn create_file(folder: &str) -> Result<(File, Name)> {
     })?;
     // Without lock support, names left by a crash remain.
     let _locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
-    let lock_file = file.try_clone().map_err(|error| failed("keeping the shared memory", &path, error))?;
+    let lock_file = file
+        .try_clone()
+        .map_err(|error| Error::system(format!("keeping the shared memory {}", path.display()), error))?;
     Ok((file, Name { path, _file: lock_file }))
-}
-
-fn failed(what: &str, path: &Path, error: std::io::Error) -> Error {
-    Error::system(format!("{what} {}", path.display()), error)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::transport::arena::{Arenas, PeerMemory};
+    use memmap2::MmapOptions;
     use std::os::unix::fs::PermissionsExt;
     use std::os::unix::process::CommandExt;
     use std::process::Command;
 
-    fn file(folder: &str) -> (MmapRaw, Name) {
-        let (map, _file, name) = create_sparse(folder, 1000).unwrap();
-        (map, name)
+    fn file(folder: &str) -> (File, Name) {
+        let (file, name, _) = create(folder, 1000).unwrap();
+        (file, name)
     }
 
     #[test]
@@ -149,7 +156,9 @@ mod tests {
         let second = open(&path).unwrap();
         drop(name);
         assert!(!path.exists());
-        // SAFETY: both maps have at least 8192 bytes, and no other code uses them.
+        first.set_len(8192).unwrap();
+        let [first, second] = [first, second].map(|file| MmapOptions::new().len(8192).map_raw(&file).unwrap());
+        // SAFETY: both maps have 8192 bytes, and no other code uses them.
         unsafe {
             first.as_mut_ptr().add(8191).write_volatile(7);
             assert_eq!(second.as_mut_ptr().add(8191).read_volatile(), 7);
@@ -161,7 +170,7 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         let folder = base.path();
         let text = folder.to_str().unwrap();
-        let (_map, in_use) = file(text);
+        let (_file, in_use) = file(text);
         let stale = folder.join(format!("dl_comm.{:032x}", 7));
         let recent = folder.join(format!("dl_comm.{:032x}", 8));
         let other = folder.join("dl_comm.log");
@@ -172,7 +181,7 @@ mod tests {
         for path in [&stale, &other, in_use.path()] {
             File::options().write(true).open(path).unwrap().set_modified(hour_ago).unwrap();
         }
-        let (_second_map, second) = file(text);
+        let (_second_file, second) = file(text);
         let exist = [stale.exists(), recent.exists(), other.exists(), in_use.path().exists(), second.path().exists()];
         assert_eq!(exist, [false, true, true, true, true]);
     }
@@ -182,7 +191,7 @@ mod tests {
         if !rustix::process::geteuid().is_root() {
             return; // only root can run a process as another user
         }
-        let (_map, name) = file("/dev/shm");
+        let (_file, name) = file("/dev/shm");
         let mut cat = Command::new("head");
         let output = cat.args(["-c", "1"]).arg(name.path()).uid(65534).gid(65534).output().unwrap();
         assert!(String::from_utf8_lossy(&output.stderr).contains("Permission denied"), "{output:?}");
@@ -190,7 +199,7 @@ mod tests {
 
     #[test]
     fn a_link_is_not_followed() {
-        let (_map, name) = file("/dev/shm");
+        let (_file, name) = file("/dev/shm");
         let base = tempfile::tempdir().unwrap();
         let link = base.path().join("link");
         std::os::unix::fs::symlink(name.path(), &link).unwrap();
@@ -200,15 +209,25 @@ mod tests {
 
     #[test]
     fn the_only_rank_needs_no_folder() {
-        let (map, file) = create_private().unwrap();
-        assert_eq!(file.metadata().unwrap().len(), map.len() as u64);
-        let arenas = Arenas::new(vec![map], 0, file).unwrap();
+        let (file, max_len) = create_private().unwrap();
+        let arenas = Arenas::new(vec![file], 0, max_len).unwrap();
         assert!(arenas.alloc_zeroed(5000).is_ok());
     }
 
     #[test]
     fn a_missing_folder_is_named_in_the_error() {
-        let absent = create_sparse("/nonexistent", 1).map(drop).unwrap_err().to_string();
+        let absent = create("/nonexistent", 1).map(drop).unwrap_err().to_string();
         assert!(absent.contains("/nonexistent") && absent.contains("DL_COMM_SHM_DIR"), "{absent}");
+    }
+
+    #[test]
+    fn arenas_take_half_of_the_address_space_that_is_left() {
+        let space = |limit| AddressSpace { limit, used: 1 << 30 };
+        assert_eq!(max_arena_bytes(&space(Some(2 << 30)), 2).unwrap(), 256 << 20);
+        assert!(max_arena_bytes(&space(None), 1000).unwrap() as u64 <= MAX_ADDRESS_BYTES / 1000);
+        for limit in [0, 1 << 30, (1 << 30) + (31 << 20)] {
+            let error = max_arena_bytes(&space(Some(limit)), 2).unwrap_err().to_string();
+            assert!(error.contains("ulimit -v") && error.contains("1056 MiB"), "{error}");
+        }
     }
 }

@@ -7,12 +7,13 @@
 //! slots, round s uses slot s mod w. So a rank may pack round s only when all ranks have unpacked round s - w.
 //! Ownership: a rank owns its slot from its own `Unpacked` of round s - w to its `Packed` of round s. From all `Packed`
 //! to all `Reduced`, the owner of shard l owns slice l of all slots. Then all slots are read-only until `Unpacked`.
-//! The memory is `/dev/shm` (processes) or the heap (threads). The slots are made by the first call; each rank makes its
-//! own, so that they lie in memory near it.
+//! The memory is `/dev/shm` (processes) or the heap (threads). The slots get memory as calls need
+//! it; each rank makes that of its own, so that it is near it.
 //! Thread rule: the group's threads share a `ShmRegion`; each channel is used by one thread.
 
 use std::array;
 use std::cell::{Cell, OnceCell};
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -134,7 +135,7 @@ impl ShmRegion {
         })
     }
 
-    /// Makes the slots of this rank, once, and shows them to the other ranks of the host. A failure is that of the
+    /// Makes the slots of this rank, without memory, once, and shows them to the other ranks of the host. A failure is that of the
     /// group.
     ///
     /// # Errors
@@ -200,6 +201,7 @@ impl ShmRegion {
             channel,
             slots,
             turns,
+            reserved: Default::default(),
             spins: Spins::new(self.max_spins),
             waiter: Cell::new(Waiter::Thread),
         }
@@ -280,6 +282,8 @@ pub struct ShmChannel {
     slots: OnceCell<Slots>,
     /// The bits of the number of a round that are its turn.
     turns: u32,
+    /// For each slot of this rank, the parts ([`ShmChannel::part_bytes`]) that have memory, as bits.
+    reserved: [Cell<u64>; MAX_WINDOW],
     spins: Spins,
     /// Whose waits are next.
     waiter: Cell<Waiter>,
@@ -340,6 +344,49 @@ impl ShmChannel {
     pub fn slots_at(&self, step: u32, place: usize) -> &[*mut u8] {
         let ranks = self.region.layout.ranks;
         self.slots.get().map_or(&[], |slots| &slots.0[self.turn(step)][place * ranks..][..ranks])
+    }
+
+    /// Makes the memory of these bytes of this rank's slot of round `step`, if they have none. Before this rank raises
+    /// `Packed`: then others may write there, too.
+    ///
+    /// # Errors
+    /// [`Error::System`] when there is not enough memory, which is a failure of the group.
+    #[inline]
+    pub fn reserve(&self, step: u32, bytes: Range<usize>) -> Result<()> {
+        let part = self.part_bytes();
+        let parts = bytes.start / part..bytes.end.div_ceil(part);
+        if parts.is_empty() {
+            return Ok(());
+        }
+        let bits = (u64::MAX >> (64 - parts.len())) << parts.start;
+        let reserved = &self.reserved[self.turn(step)];
+        if reserved.get() & bits == bits {
+            return Ok(());
+        }
+        self.make_parts(step, parts)?;
+        reserved.set(reserved.get() | bits);
+        Ok(())
+    }
+
+    /// As [`ShmChannel::reserve`], of all slots of small calls.
+    ///
+    /// # Errors
+    /// As for [`ShmChannel::reserve`].
+    pub fn reserve_small(&self, bytes: &Range<usize>) -> Result<()> {
+        (0..SMALL_WINDOW).try_for_each(|step| self.reserve(step, bytes.clone()))
+    }
+
+    /// A slot has up to 64 parts of this size, of whole pages.
+    fn part_bytes(&self) -> usize {
+        self.region.layout.slot.div_ceil(64).next_multiple_of(4096)
+    }
+
+    #[cold]
+    fn make_parts(&self, step: u32, parts: Range<usize>) -> Result<()> {
+        let (layout, part) = (self.region.layout, self.part_bytes());
+        let start = layout.slot_offset(self.channel, self.turn(step));
+        let bytes = start + parts.start * part..start + (parts.end * part).min(layout.slot);
+        self.region.memory.reserve(bytes).inspect_err(|error| self.region.control.set_failure(error))
     }
 
     /// The slot of local rank `rank` in round `step`.
@@ -522,6 +569,8 @@ impl ShmChannel {
     /// # Errors
     /// As for [`ShmChannel::wait`].
     pub fn check_wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        // Another rank may wait for this memory.
+        self.region.memory.collect();
         let is_pending = |rank: usize| !self.flag(rank, phase).reached(step);
         for rank in (0..ranks).filter(|&rank| is_pending(rank)) {
             let departed = self.region.flags(self.channel, rank).unpacked.payload.departed.load(Ordering::Acquire) == 1;

@@ -21,6 +21,7 @@ pub(super) fn allgather_u64<T>(
     let max_words = max_words(channel);
     let seq = channel.begin_round(wait_ctx)?;
     let (local_rank, local_size) = (channel.topology.local_rank(), channel.topology.local_size());
+    channel.shm.reserve(seq, 0..(local.len() + 1) * size_of::<u64>())?;
     let slot = channel.shm.slot(local_rank, seq).cast::<u64>();
     // SAFETY: `begin_round` waited until this rank owns the slot, which has room and is aligned to cache lines.
     unsafe {

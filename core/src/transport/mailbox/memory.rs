@@ -10,7 +10,7 @@ use super::notice::{MAX_RANKS, MailboxHeader};
 use super::ring::Ring;
 use super::staging::Staging;
 use crate::error::{Error, Result};
-use crate::transport::arena::{Arenas, HEADER_BYTES, PeerMemory};
+use crate::transport::arena::{Arenas, HEADER_BYTES, HEADER_SEGMENTS, PeerMemory};
 use crate::transport::memory::Aligned;
 
 /// Memory that the ranks of a host share. Ranks are numbered from 0 on the host.
@@ -32,12 +32,10 @@ pub trait MailboxMemory: Send + Sync {
     fn resolve(&self, rank: usize, offset: u64, len: usize) -> Option<*mut u8>;
 }
 
-/// Where the mailboxes' part of an arena's header starts; the bytes before it and its end belong to groups.
+/// Where the mailboxes' part of an arena's header starts; the bytes before it belong to groups.
 const HEADER_START: usize = 4096;
-/// The bytes at the end of an arena's header that belong to groups.
-const HEADER_REST: usize = 32 << 10;
 
-const _: () = assert!(cfg!(loom) || size_of::<MailboxHeader>() <= HEADER_BYTES - HEADER_START - HEADER_REST);
+const _: () = assert!(cfg!(loom) || size_of::<MailboxHeader>() <= HEADER_BYTES - HEADER_START - HEADER_SEGMENTS);
 
 /// The place of the header of a rank of the job.
 fn header_place(arenas: &Arenas, local_rank: usize) -> *mut u8 {

@@ -223,7 +223,7 @@ fn duplicate_world(lost: &dyn Fn() -> Option<String>, wait_ctx: &WaitContext<'_>
     // Nobody receives it if the start has failed before.
     let run = move || drop(sender.send(guard(duplicate)));
     let thread = Builder::new().name("dlcomm-mpi".into()).spawn(run);
-    let thread = thread.map_err(|error| Error::system("starting a thread", error))?;
+    let thread = thread.map_err(Error::no_thread)?;
     let mut looked = Instant::now();
     loop {
         match receiver.recv_timeout(POLL_INTERVAL) {

@@ -22,6 +22,10 @@ use crate::log::log_line;
 /// Time limit of MPI_Finalize once all ranks call it.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// What MPICH 5 takes of /dev/shm for each rank of a host (1.1 MiB), and UCX 1.19 (4.2 MiB), with some room.
+const SHM_BYTES: u64 = 5 << 18;
+const UCX_SHM_BYTES: u64 = 21 << 18;
+
 /// Finalizes MPI on drop.
 struct OwnedMpi(#[expect(dead_code, reason = "for its drop")] Universe);
 
@@ -38,6 +42,9 @@ pub fn start(watch: &StartupWatch) -> Result<Threading> {
     if is_finalized() {
         return Err(Error::State("MPI is finalized already and cannot be started again in this process".into()));
     }
+    if !is_initialized() {
+        check_shared_memory(|name| std::env::var(name).ok(), shm_bytes)?;
+    }
     let mut owned_mpi = lock(&OWNED);
     // MPI_Init waits for all ranks without a deadline.
     watch.begin();
@@ -47,6 +54,29 @@ pub fn start(watch: &StartupWatch) -> Result<Threading> {
             Ok(granted)
         }
         None => Ok(threading_support()),
+    }
+}
+
+/// The bytes of /dev/shm, if they are limited.
+fn shm_bytes() -> Option<u64> {
+    let system = rustix::fs::statvfs("/dev/shm").ok().filter(|system| system.f_blocks > 0)?;
+    Some(system.f_blocks.saturating_mul(system.f_frsize))
+}
+
+/// MPI crashes if /dev/shm is too small for its segments: MPICH with a bus error, UCX with address 0. The ranks of a host
+/// see the same size, so all of them fail here.
+fn check_shared_memory(lookup: impl Fn(&str) -> Option<String>, size: impl Fn() -> Option<u64>) -> Result<()> {
+    let Some(ranks) = lookup("MPI_LOCALNRANKS").and_then(|ranks| ranks.parse::<u64>().ok()) else { return Ok(()) };
+    let without_posix = lookup("UCX_TLS").is_some_and(|list| list.starts_with('^') && list.contains("posix"));
+    let needed = ranks * if without_posix { SHM_BYTES } else { SHM_BYTES + UCX_SHM_BYTES };
+    match size() {
+        Some(size) if size < needed => Err(Error::System(format!(
+            "MPI needs {} MiB in /dev/shm for the {ranks} ranks of this host, and it has {} MiB: make it larger \
+             (containers: --shm-size)",
+            needed.div_ceil(1 << 20),
+            size >> 20
+        ))),
+        _ => Ok(()),
     }
 }
 
@@ -124,5 +154,25 @@ pub fn library_info() -> LibraryInfo {
         finalized,
         thread_level: (initialized && !finalized).then(level),
         symbol_address: ffi::MPI_Get_library_version as *const () as usize,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn too_little_shared_memory_for_mpi_is_an_error() {
+        let check = |ranks: &str, tls: &str, size: Option<u64>| {
+            let variable = |name: &str| Some(if name == "UCX_TLS" { tls } else { ranks }.to_owned());
+            check_shared_memory(variable, || size)
+        };
+        let error = check("4", "all", Some(24 << 20)).unwrap_err().to_string();
+        assert!(error.contains("26 MiB") && error.contains("4 ranks") && error.contains("24 MiB"), "{error}");
+        for accepted in
+            [("4", "all", Some(26 << 20)), ("4", "^posix", Some(24 << 20)), ("4", "", None), ("", "", Some(1))]
+        {
+            assert!(check(accepted.0, accepted.1, accepted.2).is_ok(), "{accepted:?}");
+        }
     }
 }

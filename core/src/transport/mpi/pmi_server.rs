@@ -52,7 +52,7 @@ impl PmiServer {
             }
         };
         let started = thread::Builder::new().name("dlcomm-pmi".into()).spawn(serve);
-        started.map_err(|error| Error::system("starting a thread", error))?;
+        started.map_err(Error::no_thread)?;
         Ok((PmiServer { exchange }, theirs.into()))
     }
 

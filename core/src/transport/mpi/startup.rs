@@ -117,7 +117,7 @@ impl StartupWatch {
             }
         };
         let thread = Builder::new().name(NAME.into()).spawn(watch);
-        let thread = thread.map_err(|error| Error::system("starting a thread", error))?;
+        let thread = thread.map_err(Error::no_thread)?;
         Ok(StartupWatch { stop: Some(stop), thread: Some(thread) })
     }
 
