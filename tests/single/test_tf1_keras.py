@@ -218,6 +218,70 @@ def test_names_of_keras(tmp_path):
     passes(tmp_path, NAMES)
 
 
+# As Keras 2.2: its session initializes every global variable, whoever has made it; and making a model of layers counts
+# as its first call.
+SESSION = """
+import numpy as np
+import tensorflow as tf
+import keras
+from keras import backend as K
+
+ask = {
+    "run": lambda v: K.get_session().run(v),
+    "get_value": K.get_value,
+    "eval": lambda v: K.eval(v * 1),
+    "batch_get_value": lambda v: K.batch_get_value([v])[0],
+    "function": lambda v: K.function([], [v * 1])([])[0],
+}
+for number, (name, value) in enumerate(ask.items()):
+    assert value(tf.Variable(number + 0.5)) == number + 0.5, name
+assert K.get_value(tf.get_variable("own", initializer=7.0)) == 7.0
+
+changed = tf.Variable(1.0)
+K.get_session().run(changed.assign(5.0))
+assert K.get_value(changed) == 5.0
+
+i = keras.layers.Input((4,))
+model = keras.models.Model(i, keras.layers.Dense(3)(i))
+
+def loss(target, prediction):
+    count = tf.assign_add(tf.Variable(0.0, trainable=False), 1.0)
+    return keras.losses.mean_squared_error(target, prediction) + 0 * count
+
+model.compile("sgd", loss)
+assert np.isfinite(model.fit(np.ones((8, 4)), np.ones((8, 3)), verbose=0).history["loss"][0])
+
+at = "input_shape output_shape input output input_mask output_mask".split()
+at = {name: getattr(keras.models.Model, f"get_{name}_at") for name in at}
+shapes = at["input_shape"], at["output_shape"]
+assert [get(model, 0) for get in shapes] == [(None, 4), (None, 3)]
+assert at["input"](model, 0) is model.inputs[0] and at["output"](model, -1) is model.outputs[0]
+assert at["input_mask"](model, 0) is None is at["output_mask"](model, 0)
+sequential = keras.models.Sequential([keras.layers.Dense(5, input_shape=(4,)), keras.layers.Dense(2)])
+assert [get(sequential, -1) for get in shapes] == [(None, 4), (None, 2)]
+two = keras.models.Model([i, keras.layers.Input((6,))], [model(i), i])
+assert [get(two, 0) for get in shapes] == [[(None, 4), (None, 6)], [(None, 3), (None, 4)]]
+assert at["output"](model, 1) is two.outputs[0] and at["output"](model, 0) is model.outputs[0]
+for layer, number, error in ((two, 1, ValueError), (two, -2, ValueError), (keras.layers.Dense(1), 0, RuntimeError)):
+    try:
+        layer.get_output_shape_at(number)
+    except error:
+        continue
+    raise AssertionError(layer)
+
+with tf.Graph().as_default() as graph, tf.Session() as session:
+    v = tf.Variable(1.0)
+    session.run(v.initializer)
+    graph.finalize()
+    assert K.get_session() is session and session.run(v) == 1.0
+print("fine")
+"""
+
+
+def test_a_session_initializes_and_models_have_a_first_call_as_in_keras_2_2(tmp_path):
+    passes(tmp_path, SESSION)
+
+
 WITHOUT = """
 import sys
 import importlib.util
@@ -269,7 +333,9 @@ def test_without_tf_keras_an_import_of_keras_names_the_extra(tmp_path):
     assert finished.returncode == 0, finished.output
 
 
-@pytest.mark.parametrize("name", ["engine.base_layer_utils.make_variable", "optimizers.optimizer_v1.Nadam"])
+@pytest.mark.parametrize(
+    "name", ["engine.base_layer_utils.make_variable", "optimizers.optimizer_v1.Nadam", "backend._get_variables"]
+)
 def test_a_tf_keras_that_has_changed_is_refused(tmp_path, name):
     module, _, last = name.rpartition(".")
     script = f"import tf_keras.src.{module} as module\ndel module.{last}\nimport dl_comm.tf1\ndl_comm.tf1.install()"

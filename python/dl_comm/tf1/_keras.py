@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import operator
 import sys
 from types import ModuleType
 from typing import Any
@@ -162,6 +163,9 @@ def _patch_tf_keras() -> dict[str, Any]:
     """
     _wrap_private("tf_keras.src.engine.base_layer_utils", "make_variable", _make_variable)
     _wrap_private("tf_keras.src.backend", "variable", _variable)
+    _wrap_private("tf_keras.src.backend", "_get_variables", _variables_to_initialize)
+    for module in ("base_layer", "base_layer_v1"):
+        _wrap_private(f"tf_keras.src.engine.{module}", "Layer._get_node_attribute_at_index", _attribute_of_call)
     first = "tf_keras.src.optimizers.optimizer_v1"
     kinds = {name: _optimizer(_private(first, name)) for name in _OPTIMIZERS}
     by_name = {name.lower(): kind for name, kind in kinds.items()}
@@ -209,9 +213,34 @@ def _variable(original: Any, *arguments: Any, **options: Any) -> Any:
         return original(*arguments, **options)
 
 
+def _variables_to_initialize(original: Any, graph: Any = None) -> list[Any]:
+    """Return the variables that a session of Keras initializes where they are not: all global ones, as in Keras 2.2."""
+    found = {id(variable): variable for variable in original(graph)}
+    # Whether they are initialized is found out by new operations.
+    if graph is not None and not graph.finalized:
+        variables = graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
+        found.update((id(variable), variable) for variable in variables)
+    return list(found.values())
+
+
+def _attribute_of_call(original: Any, layer: Any, node_index: int, attr: str, attr_name: str) -> Any:
+    """Return an attribute of a call of a layer; number 0 of a model of layers is that of its own tensors."""
+    if not getattr(layer, "_is_graph_network", False):
+        return original(layer, node_index, attr, attr_name)
+    calls = 1 + len(layer._inbound_nodes)
+    if not -calls <= node_index < calls:
+        raise ValueError(f"Asked to get {attr_name} at node {node_index}; the layer has {calls} inbound nodes.")
+    if node_index % calls:
+        return original(layer, node_index % calls - 1, attr, attr_name)
+    values = layer.inputs if attr.startswith("input") else layer.outputs
+    if attr.endswith("shapes"):
+        values = [tuple(value.shape.as_list()) for value in values]
+    return values[0] if len(values) == 1 else list(values)
+
+
 def _private(module: str, name: str) -> Any:
     try:
-        return getattr(importlib.import_module(module), name)
+        return operator.attrgetter(name)(importlib.import_module(module))
     except (AttributeError, ModuleNotFoundError) as error:
         raise _incompatible(f"{module}.{name}") from error
 
@@ -223,7 +252,8 @@ def _wrap_private(module: str, name: str, wrapper: Any) -> Any:
     def wrapped(*arguments: Any, **options: Any) -> Any:
         return wrapper(original, *arguments, **options)
 
-    setattr(sys.modules[module], name, wrapped)
+    owner, _, attribute = name.rpartition(".")
+    setattr(_private(module, owner) if owner else sys.modules[module], attribute, wrapped)
     return wrapped
 
 
