@@ -155,6 +155,49 @@ def test_a_common_failure_is_reported_once(ranks: Runner) -> None:
     )
 
 
+HANG = (
+    MPI
+    + """
+import numpy as np
+
+def load_batch():
+    time.sleep(60)
+
+mc.gradients([np.ones(4)])
+if rank == 1:
+    load_batch()
+mc.gradients([np.ones(4)])
+"""
+)
+
+
+# The second job has no warning before its deadline, and finds the dumps of the first.
+@pytest.mark.parametrize(("warn", "how"), [("0.5", "seen at the warning"), ("60", "seen at the deadline")])
+def test_a_hang_names_the_rank_and_its_line(ranks: Runner, tmp_path: Path, warn: str, how: str) -> None:
+    folder = tmp_path / "dumps"
+    limits = {"DL_COMM_STALL_WARN_S": warn, "DL_COMM_TIMEOUT_S": "4", "DL_COMM_DUMP_DIR": str(folder)}
+    finished = ranks(HANG, env=limits)
+    assert finished.returncode == 1, finished.output
+    verdict = [line for line in finished.output.splitlines() if line.startswith("dl-comm-run: ")]
+    assert len(verdict) == 1, finished.output
+    assert re.search(
+        r"rank 1 on \S+ \(pid \d+\) has not called average on team 0 .*, in which rank 0 has waited .*"
+        r"it runs user code \(script.py, line 10 in load_batch, called from script.py, line 14 in <module>\); "
+        r"rank\(s\) 0 gave up then: exit status 1",
+        verdict[0],
+    ), verdict[0]
+    assert finished.output.count("Traceback") == 1, finished.output
+    assert {path.name for path in folder.iterdir()} == {"rank0.json", "rank1.json"}, how
+
+
+def test_dumps_of_an_earlier_job_are_no_hang(ranks: Runner, tmp_path: Path) -> None:
+    folder = str(tmp_path / "dumps")
+    assert ranks(MPI + "mc.dump()\n", env={"DL_COMM_DUMP_DIR": folder}).returncode == 0
+    failing = "if rank == 1: raise TimeoutError('DL_COMM_TIMEOUT_S')\nmc.barrier()\n"
+    finished = ranks(MPI + failing, env={"DL_COMM_DUMP_DIR": folder})
+    assert re.search("dl-comm-run: rank 1 on .* failed first", finished.output), finished.output
+
+
 def test_an_abort_is_reported(ranks: Runner) -> None:
     pytest.importorskip("mpi4py")
     text = "from mpi4py import MPI\nimport time\nif MPI.COMM_WORLD.rank == 1: MPI.COMM_WORLD.Abort(7)\ntime.sleep(100)"

@@ -20,6 +20,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import resource
 import selectors
 import signal
@@ -53,6 +54,8 @@ FAILED_SILENCE_S = 0.3  # the same after a failure, when they are killed
 ANSWER_S = 5.0  # limit of the launcher's answer
 PARTIAL_LINE_S = 0.1  # how long an incomplete line is held
 SIGNAL_THREAD = "dlcomm-signal"  # core/src/dump.rs names it
+STALL_MARK = "(DL_COMM_STALL_WARN_S)"  # the end of the core's warning of a long wait
+DUMPS_LINE = re.compile(r"dl_comm: the last calls of each rank are in (.*); python -m dl_comm\.analyze_dumps ")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -408,12 +411,23 @@ class OutputForwarder:
     def _handle_output(self, stream: Stream, data: bytes, file: int | None) -> None:
         lines = stream.lines(data, last=not data)
         # Keep only the last state of a progress bar.
-        self.tail.extend(
-            line.rstrip(b"\r").rpartition(b"\r")[2][:LINE_BYTES].decode(errors="replace") for line in lines
-        )
+        last = [line.rstrip(b"\r").rpartition(b"\r")[2][:LINE_BYTES].decode(errors="replace") for line in lines]
+        self.tail.extend(last)
+        for line in last:
+            if line.startswith("dl_comm: "):
+                self._tell(line)
         stream.show(data, lines)
         while file is not None and data:
             data = data[os.write(file, data) :]
+
+    def _tell(self, line: str) -> None:
+        """Tells the launcher of a rank that waits for long, and where the dumps are. There is no answer."""
+        dumps = DUMPS_LINE.match(line)
+        if self.launcher is None or not (dumps or line.endswith(STALL_MARK)):
+            return
+        note = {"dumps": dumps[1]} if dumps else {"stalled": True}
+        with contextlib.suppress(OSError):  # noticed at the end
+            self.launcher.sendall(json.dumps(note).encode() + b"\n")
 
     def _finish(self) -> None:
         if self._failed():

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dl_comm.run._banner import copy_without_banner
+from dl_comm.run._hang import hang
 from dl_comm.run._listener import Listener
 from dl_comm.run._options import UsageError
 from dl_comm.run._report import Outcome, outcome
@@ -72,6 +73,7 @@ def run(
         raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
     finally:
         os.close(to_launcher)
+    started = time.time()
     asked: list[int] = []
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     done = threading.Event()
@@ -87,7 +89,9 @@ def run(
     forwarder.join()
     # A process that outlives the launcher may still hold the pipe.
     output.join(_OUTPUT_S)
-    return outcome(listener.ranks, size, Path(command[0]).name, code, asked[0] if asked else None)
+    folders = listener.dumps | {env["DL_COMM_DUMP_DIR"]} if env.get("DL_COMM_DUMP_DIR") else listener.dumps
+    verdict = hang(listener.ranks, [Path(folder) for folder in sorted(folders)], started)
+    return outcome(listener.ranks, size, Path(command[0]).name, code, asked[0] if asked else None, verdict)
 
 
 def _start(command: Sequence[str], env: dict[str, str], out: int) -> subprocess.Popen[bytes]:

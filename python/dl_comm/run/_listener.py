@@ -13,6 +13,7 @@ import contextlib
 import errno
 import hmac
 import json
+import math
 import resource
 import secrets
 import selectors
@@ -30,6 +31,7 @@ _ANSWER_DELAY_S = 2.0  # less than the ranks' limit for the answer
 _TOKEN_TIMEOUT_S = 5.0  # ranks send the token immediately
 _MAX_UNAUTHENTICATED = 256  # or a quarter of this process's descriptors
 _RETRY_S = 0.2
+_DUMP_INTERVAL_S = 2.0  # a stall is told by many ranks at about the same time
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -60,6 +62,12 @@ class _Connection:
     rank: Rank | None = None
 
 
+def missed_deadline(rank: Rank) -> bool:
+    """Whether the rank has ended because other ranks missed the deadline of a call."""
+    lines = (rank.end or {}).get("tail", [])
+    return any("TimeoutError: " in line and "DL_COMM_TIMEOUT_S" in line for line in lines)
+
+
 class Listener:
     """Listens from ``start`` to ``close``; after that, any thread may read ``ranks``.
 
@@ -71,6 +79,8 @@ class Listener:
         self.token = secrets.token_hex(TOKEN_BYTES // 2)
         self.ranks: dict[int, Rank] = {}
         self.failed_at: float | None = None  # time.monotonic() of the first reported failure
+        self.dumps: set[str] = set()  # the folders of the ranks' dumps, on any host
+        self._stalled_at = -math.inf  # time.monotonic() of the last request for dumps after a stall
         self._sockets = [socket.create_server((address, 0), backlog=1024) for address in addresses]
         self.addresses = ["{}:{}".format(*listening.getsockname()) for listening in self._sockets]
         self._selector = selectors.DefaultSelector()
@@ -192,14 +202,28 @@ class Listener:
             connection.rank = Rank(int(message["rank"]), str(message["host"]), time.monotonic())
             self.ranks[connection.rank.rank] = connection.rank
             return b"ok\n"
+        if "dumps" in message:
+            self.dumps.add(str(message["dumps"]))
+            return b""
+        if "stalled" in message:
+            self._have_stalled()
+            return b""
         rank = connection.rank
         rank.end, rank.ended, rank.order = dict(message), time.monotonic(), self._ends
         self._ends += 1
         if not (rank.end.get("status") or rank.end.get("signal")):
             return b"ok\n"
         self.failed_at = self.failed_at or rank.ended
+        if missed_deadline(rank):
+            self._have_stalled()
         self._delayed.append(connection)
         return b""
+
+    def _have_stalled(self) -> None:
+        """Requests dumps of all ranks: those that do not wait write none by themselves."""
+        if time.monotonic() > self._stalled_at + _DUMP_INTERVAL_S:
+            self._stalled_at = time.monotonic()
+            self._ask_for_dumps()
 
     def _ask_for_dumps(self) -> int:
         """Forwards the request to the running ranks; returns their number."""

@@ -32,7 +32,9 @@ class Outcome:
     text: str
 
 
-def outcome(ranks: Mapping[int, Rank], size: int | None, launcher: str, code: int, asked: int | None) -> Outcome:
+def outcome(
+    ranks: Mapping[int, Rank], size: int | None, launcher: str, code: int, asked: int | None, hang: str = ""
+) -> Outcome:
     """Determines the outcome of a job.
 
     Args:
@@ -41,6 +43,7 @@ def outcome(ranks: Mapping[int, Rank], size: int | None, launcher: str, code: in
         launcher: The launcher's name, for the text.
         code: Its exit status; negative: its signal.
         asked: The signal that stopped dl-comm-run, if any.
+        hang: The rank that the others waited for in vain, if any, and what it did.
     """
     reported = sorted((rank for rank in ranks.values() if rank.order is not None), key=lambda rank: rank.order or 0)
     failed = [rank for rank in reported if _failed_on_its_own(rank)]
@@ -52,6 +55,10 @@ def outcome(ranks: Mapping[int, Rank], size: int | None, launcher: str, code: in
         first = _root_cause(failed[0], ranks)
         end = first.end or {}
         after = f", after {end['seconds']:.1f} s" if "seconds" in end else ""
+        if hang:
+            how = f"{why(failed[0])}{after}" if first is failed[0] else why(failed[0])
+            lines = [f"{hang}; rank(s) {spans(rank.rank for rank in failed)} gave up then: {how}"]
+            return Outcome(status_of(failed[0]), "\n".join(lines))
         lines = [f"{_name(first)} failed first{after}: {why(first)}", *_tail(first)]
         rest = [rank for rank in ranks.values() if rank not in failed and rank is not first]
         lines += _others(first, [rank for rank in failed if rank is not first], rest)
