@@ -322,7 +322,8 @@ class Call {
     const Blocks held = source != nullptr ? kind_.in : kind_.out;
     const auto length = static_cast<std::size_t>(given.numel() / (held == Blocks::kPerRank ? request_.size : 1));
     if (request_.send.empty()) return views.add_block(given, read, written, length, block_shape(given, held));
-    views.add_block(given, read, written, length, {});
+    const auto sizes = given.sizes();
+    views.add_block(given, read, written, length, Counts(sizes.begin(), sizes.end()));
     int64_t row = 1;
     for (int64_t axis = 1; axis < given.dim(); ++axis) row *= given.size(axis);
     const auto scaled = [row](const Counts& counts) {

@@ -97,7 +97,8 @@ int dl_comm_get_nranks(void);
 const char* dl_comm_last_error(void);
 
 /* A tensor. `src` is read and `dst` is written; they may be equal. `length` is the number of contiguous elements.
- * `shape` (`ndim` numbers) is used only to match calls between ranks, and may be NULL. */
+ * `shape` (`ndim` numbers) is used only to match calls between ranks, and may be NULL. If counts say how long the
+ * blocks are, the ranks compare all but its first extent. */
 typedef struct dl_comm_buffer {
   const void* src;
   void* dst;

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dl_comm._checks import checked_float, checked_ints, refuse_masked, refuse_missing
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group
 from dl_comm._memory import new_result
@@ -33,24 +34,24 @@ NO_FACTORS = (1.0, 1.0)
 def arrays_of(x: Any, argument: str = "x") -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The arrays of an argument, and what makes a result of the same kind from arrays."""
     if isinstance(x, np.ndarray):
-        return [_plain(x)], _first
+        refuse_masked(x, argument)
+        return [x], _first
     if isinstance(x, _NUMBERS) and argument == "x":
         return [np.array(x)], lambda arrays: arrays[0].item()
     if isinstance(x, np.generic) and argument == "x":
         return [np.array(x)], lambda arrays: arrays[0][()]
     if isinstance(x, (list, tuple)):
-        if not x:
-            raise ArgumentError(f"{argument} is empty; give at least one array")
-        return [_plain(array) for array in x], list
+        refuse_missing(x, argument)
+        for index, array in enumerate(x):
+            refuse_masked(array, f"{argument}: entry {index}")
+            if not isinstance(array, np.ndarray):
+                raise DTypeError(
+                    f"entry {index} of {argument} is a {type(array).__name__}; make it an array: numpy.array(...)"
+                )
+        return list(x), list
     raise DTypeError(
         f"{argument} is a {type(x).__name__}; give a NumPy array, a list of them{', or a number' * (argument == 'x')}"
     )
-
-
-def _plain(array: Any) -> Any:
-    if isinstance(array, np.ma.MaskedArray):
-        raise ArgumentError("an array is masked, and masks may differ between ranks: pass array.filled(0)")
-    return array
 
 
 def _first(arrays: list[Any]) -> Any:
@@ -72,7 +73,10 @@ def returned(out: Any, results: list[Any], wrap: Callable[[list[Any]], Any]) -> 
 def results_like(out: Any, arrays: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
     """The arrays of ``out``, or new ones, with these shapes and the types of ``arrays``."""
     if out is None:
-        return [new_result(shape, getattr(array, "dtype", None)) for array, shape in zip(arrays, shapes, strict=True)]
+        try:
+            return [new_result(shape, array.dtype) for array, shape in zip(arrays, shapes, strict=True)]
+        except (ValueError, OverflowError) as error:
+            raise ArgumentError(f"the result of the shape {shapes[0]} is longer than memory can be") from error
     results, _ = arrays_of(out, "out")
     if len(results) != len(arrays):
         raise ArgumentError(f"out has {len(results)} arrays; the call has {len(arrays)}")
@@ -86,9 +90,9 @@ def results_like(out: Any, arrays: list[Any], shapes: list[tuple[int, ...]]) -> 
 
 
 def operator_code(op: str, prescale: float, postscale: float) -> tuple[int, tuple[float, float]]:
-    if op not in OPERATORS:
+    if not isinstance(op, str) or op not in OPERATORS:
         raise ArgumentError(f"invalid op: {op!r} (expected one of {', '.join(map(repr, OPERATORS))})")
-    factors = (float(prescale), float(postscale))
+    factors = (checked_float("prescale", prescale), checked_float("postscale", postscale))
     if factors == NO_FACTORS:
         return OPERATORS[op], factors
     if op != "sum":
@@ -116,14 +120,14 @@ def checked_tag(tag: Any) -> int:
 
 def checked_counts(counts: Sequence[int], group: Group, arrays: list[Any] | None) -> list[int]:
     """Counts as a list. ``arrays``: the array that has all of these blocks."""
-    listed = [int(count) for count in counts]
-    if len(listed) != group.size or any(count < 0 for count in listed):
+    listed = checked_ints("counts", counts, 0, 2**62)
+    if len(listed) != group.size:
         raise ArgumentError(f"invalid counts: {listed} (expected {group.size} extents, one for each rank)")
     if arrays is not None:
         one_array(arrays)
-        if len(arrays[0]) != sum(listed):
+        if arrays[0].shape[:1] != (sum(listed),):
             raise ArgumentError(
-                f"the counts {listed} have the sum {sum(listed)}; the array's first axis {len(arrays[0])}"
+                f"the counts {listed} have the sum {sum(listed)}; the array has the shape {arrays[0].shape}"
             )
     return listed
 

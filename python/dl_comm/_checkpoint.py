@@ -14,6 +14,7 @@ import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._agreement import failing_together
+from dl_comm._checks import checked_path
 from dl_comm._errors import ArgumentError, CommError
 from dl_comm._process import get_rank
 
@@ -22,12 +23,15 @@ Location = str | os.PathLike[str]
 
 def rank0_path(path: Location) -> Path | None:
     """``path`` on rank 0, None on other ranks: for functions that write nothing when the path is None."""
-    return Path(path) if get_rank() == 0 else None
+    path = Path(checked_path("path", path))
+    return path if get_rank() == 0 else None
 
 
 def rank_path(path: Location) -> Path:
     """``path`` with the rank before its suffix: one file per rank, such as ``log.rank2.txt``."""
-    path = Path(path)
+    path = Path(checked_path("path", path))
+    if not path.name:
+        raise ArgumentError(f"invalid path: {str(path)!r} (expected that of a file)")
     return path.with_name(f"{path.stem}.rank{get_rank()}{path.suffix}")
 
 
@@ -72,10 +76,7 @@ def read_on_rank0(path: Location) -> bytes:
 
 def _checked(path: Any, function: str) -> Path:
     with failing_together(function):
-        try:
-            return Path(path)
-        except TypeError as error:
-            raise ArgumentError(f"{function} takes the path of a file, not a {type(path).__name__}") from error
+        return Path(checked_path("path", path))
 
 
 def _on_rank0(action: Callable[[], Any], description: str) -> Any:

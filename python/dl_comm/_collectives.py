@@ -11,11 +11,12 @@ import numpy as np
 from dl_comm import _cuda_arrays, _dl_comm
 from dl_comm._agreement import failing_together
 from dl_comm._binding import binding_of
+from dl_comm._checks import checked_name, checked_root, checked_team, seconds
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group, is_routed
 from dl_comm._memory import new_result_like
 from dl_comm._ops import broadcast_in
-from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
+from dl_comm._process import CONTROL_TEAM
 
 _ARRAYS = {np.ndarray}
 # Element types that the plugin's broadcast lacks.

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from dl_comm._agreement import failing_together
+from dl_comm._checks import checked_int
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group, given, on_end, world
 from dl_comm._ops import all_gather, allreduce
@@ -256,7 +257,7 @@ def grid(*, group: Group | None = None, **axes: int) -> Grid:
         ArgumentError: The product is not the number of ranks, or an axis has a name that Grid uses.
     """
     parent = given(group)
-    shape = {axis: int(extent) for axis, extent in axes.items()}
+    shape = {axis: checked_int(axis, extent, -1) for axis, extent in axes.items()}
     taken = [axis for axis in shape if hasattr(Grid, axis) or axis in ("shape", "coordinates", "groups")]
     if taken or not shape:
         raise ArgumentError(f"invalid axes: {', '.join(taken) or 'none'} (give names that Grid does not use)")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dl_comm import _dl_comm
+from dl_comm._checks import checked_path
 from dl_comm._errors import StateError
 
 
@@ -85,9 +86,10 @@ def dump(folder: str | os.PathLike[str] | None = None) -> Path:
         The path of the file.
 
     Raises:
+        ArgumentError: ``folder`` is no path.
         CommError: The file cannot be written.
         StateError: ``init_mpi`` was not called, or ``finalize`` was.
 
     Local; any thread may call it, also while another thread waits in a call.
     """
-    return Path(_dl_comm.dump(None if folder is None else os.fspath(folder)))
+    return Path(_dl_comm.dump(None if folder is None else checked_path("folder", folder)))

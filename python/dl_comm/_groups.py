@@ -6,6 +6,7 @@ Thread rule: any thread may use every object.
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -13,8 +14,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from dl_comm import _dl_comm
+from dl_comm._checks import checked_int, checked_ints, checked_text, seconds
 from dl_comm._errors import ArgumentError, StateError
-from dl_comm._process import seconds
 
 Result = TypeVar("Result")
 
@@ -27,6 +28,11 @@ def limit(timeout: float | None) -> float:
     if timeout is None:
         return 0.0
     return seconds(timeout) or -1.0
+
+
+def checked_members(ranks: Any) -> list[int] | None:
+    """Ranks of a group as a list; None for all."""
+    return None if ranks is None else checked_ints("ranks", ranks, 0)
 
 
 class Status(NamedTuple):
@@ -111,9 +117,14 @@ class Group:
         algorithm: str | None = None,
         gpu_path: str | None = None,
     ) -> None:
-        listed = None if ranks is None else [int(rank) for rank in ranks]
-        settings = (0 if threads is None else int(threads) or -1, limit(timeout), algorithm or "", gpu_path or "")
-        self._set(_dl_comm.create_group(listed, name, *settings), listed, name)
+        listed, name = checked_members(ranks), checked_text("name", name)
+        count = 0 if threads is None else checked_int("threads", threads, 1)
+        choices = [
+            "" if choice is None else checked_text(argument, choice)
+            for argument, choice in (("algorithm", algorithm), ("gpu_path", gpu_path))
+        ]
+        handle = _dl_comm.create_group(listed, name, count, limit(timeout), *choices)
+        self._set(handle, listed, name)
 
     def _set(self, handle: _dl_comm.Group, ranks: list[int] | None, name: str) -> None:
         self._handle: _dl_comm.Group | None = handle
@@ -221,6 +232,7 @@ def split(color: int | None, key: int = 0, *, group: Group | None = None, name: 
     parent = given(group)
     with failing_together("split", parent):
         mine = _checked_color(color, key)
+        checked_text("name", name)
     rows = all_gather(mine, group=parent, name="split").reshape(parent.size, 3)
     if color is None:
         return None
@@ -231,7 +243,8 @@ def split(color: int | None, key: int = 0, *, group: Group | None = None, name: 
 
 def _checked_color(color: Any, key: Any) -> np.ndarray:
     try:
-        return np.array([0 if color is None else int(color), int(key), color is not None], dtype=np.int64)
+        numbers = (0 if color is None else operator.index(color), operator.index(key), color is not None)
+        return np.array(numbers, dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(f"invalid color {color!r} or key {key!r} (expected integers of 64 bits)") from error
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dl_comm import _dl_comm
+from dl_comm._checks import checked_ints
 from dl_comm._errors import ArgumentError, StateError
 
 # Smaller results come from NumPy's allocator, which is faster for them.
@@ -54,11 +55,17 @@ def shared_zeros(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) 
         CommError: The file system of ``DL_COMM_SHM_DIR`` is full, or there is no shared memory.
         StateError: ``init`` or ``init_mpi`` was not called, or ``finalize`` was.
     """
-    extents = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-    kind = np.dtype(dtype)
-    if kind.hasobject or any(extent < 0 for extent in extents):
-        raise ArgumentError(f"an array of shape {extents} and type {kind} cannot be shared")
+    is_length = isinstance(shape, (int, np.integer))
+    extents = checked_ints("shape", (shape,) if is_length else shape, 0, 2**62)
+    try:
+        kind = np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"invalid dtype: {dtype!r} (expected a NumPy element type)") from error
+    if kind.hasobject or not kind.itemsize:
+        raise ArgumentError(f"an array of type {kind} cannot be shared")
     size = math.prod(extents) * kind.itemsize
+    if size >= 2**63:
+        raise ArgumentError(f"an array of shape {tuple(extents)} and type {kind} is longer than memory can be")
     return np.asarray(_Block(size))[:size].view(kind).reshape(extents)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._agreement import failing_together
+from dl_comm._checks import checked_float
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._process import CONTROL_TEAM
 
@@ -30,13 +31,13 @@ def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str
         The names, in the order of ``metrics``, with their means as floats: sum(weight * number) / sum(weight).
 
     Raises:
-        ArgumentError: ``weight`` is negative or not finite, or it is 0 on all ranks.
+        ArgumentError: ``weight`` is negative or not finite, or it is 0 on all ranks; or a value is masked.
         DTypeError: ``metrics`` is not a mapping, a name is not a string, or a value is not a number.
         MismatchError: The ranks passed different names; the message lists them.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     with failing_together("average_metrics"):
-        numbers = _checked(metrics, weight)
+        numbers, weight = _checked(metrics, weight)
     names = sorted(numbers)
     # A rank without samples often has NaN metrics, and 0 * NaN is NaN.
     products = [weight * numbers[name] if weight else 0.0 for name in names]
@@ -49,19 +50,20 @@ def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str
     return {name: by_name[name] for name in metrics}
 
 
-def _checked(metrics: Any, weight: Any) -> dict[str, float]:
+def _checked(metrics: Any, weight: Any) -> tuple[dict[str, float], float]:
     if not isinstance(metrics, Mapping):
         raise DTypeError(f"average_metrics takes a dict of names and numbers, not a {type(metrics).__name__}")
-    if isinstance(weight, (str, bytes)) or not np.isreal(weight) or not (weight >= 0 and math.isfinite(weight)):
+    number = checked_float("weight", weight)
+    if not (number >= 0 and math.isfinite(number)):
         raise ArgumentError(f"invalid weight: {weight!r} (expected a finite number >= 0)")
-    return {name: _number(name, value) for name, value in metrics.items()}
+    return {name: _number(name, value) for name, value in metrics.items()}, number
 
 
 def _number(name: Any, value: Any) -> float:
     if not isinstance(name, str):
         raise DTypeError(f"the name of a metric must be a string, not a {type(name).__name__}")
     if isinstance(value, np.ma.MaskedArray):
-        raise DTypeError(f"metric {name!r} is masked; pass a number, for example value.filled(0)")
+        raise ArgumentError(f"metric {name!r} is masked; pass a number, for example value.filled(0)")
     try:
         # item() and numpy() also convert bfloat16, and torch tensors that require gradients; np.asarray does not.
         for method in ("item", "numpy"):

@@ -30,6 +30,7 @@ from dl_comm._arguments import (
     returned,
 )
 from dl_comm._binding import of_every_framework
+from dl_comm._checks import checked_flag, checked_name
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group, Status, Work, given, limit
 from dl_comm._memory import new_result_like
@@ -44,8 +45,9 @@ class _Call:
     def __init__(
         self, collective: int, group: Group | None, name: str | None, timeout: float | None, async_op: bool
     ) -> None:
-        self.group = given(group, collective, async_op=async_op)
-        self.collective, self.name, self.timeout, self.async_op = collective, name, limit(timeout), async_op
+        checked_name(name)
+        self.name, self.timeout, self.async_op = name, limit(timeout), checked_flag("async_op", async_op)
+        self.collective, self.group = collective, given(group, collective, async_op=self.async_op)
 
     def __call__(
         self,
@@ -109,7 +111,8 @@ def allreduce(
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     is_plain = type(x) is np.ndarray and (out is x or out is None)
-    if is_plain and not async_op and prescale == 1.0 == postscale and op in OPERATORS:
+    is_short = type(prescale) is float is type(postscale) and type(op) is str and (name is None or type(name) is str)
+    if is_plain and is_short and async_op is False and prescale == 1.0 == postscale and op in OPERATORS:
         # Such an array needs no checks here, and a short call no more than this.
         result = new_result_like(x) if out is None else x
         spec = (_ALLREDUCE, OPERATORS[op], 0, 1, [x], [result], None, None, name, limit(timeout), NO_FACTORS)
@@ -220,7 +223,7 @@ def scatter(
     x: Any,
     root: int = 0,
     *,
-    out: Any,
+    out: Any = None,
     group: Group | None = None,
     name: str | None = None,
     timeout: float | None = None,
@@ -244,15 +247,19 @@ def scatter(
     """
     call = _Call(_SCATTER, group, name, timeout, async_op)
     root = checked_rank(root, call.group)
+    if out is None:
+        raise ArgumentError("out is None; scatter needs the arrays for this rank's blocks")
     results, _ = arrays_of(out, "out")
     rows = _rows(call, results, counts, False)
     sources = None
     if call.group.rank == root:
         sources, _ = arrays_of(x)
-        for index, (source, block) in enumerate(zip(sources, results, strict=False)):
-            wanted = (sum(rows) if rows is not None else call.group.size * len(block), *block.shape[1:])
-            if source.shape != wanted or len(sources) != len(results):
-                raise ArgumentError(f"array {index} has the shape {source.shape}; out asks for {wanted}")
+        if len(sources) != len(results):
+            raise ArgumentError(f"x has {len(sources)} arrays; out has {len(results)}")
+        for index, (source, block) in enumerate(zip(sources, results, strict=True)):
+            wanted = (sum(rows) if rows is not None else call.group.size * _extent(block), *block.shape[1:])
+            if source.shape != wanted:
+                raise ArgumentError(f"x: array {index} has the shape {source.shape}; out asks for {wanted}")
     elements = in_elements(rows, results[0])
     return call(lambda: out, sources, results, root=root, counts=(elements, None))
 
@@ -365,7 +372,7 @@ def send(
     """Sends arrays to rank ``dest`` of the group.
 
     Args:
-        x: An array or a list of arrays, which are one message.
+        x: An array, a number, or a list of arrays, which are one message.
         dest: The receiver.
         tag: A number from 0 that the receiver may ask for.
         group: As for ``allreduce``.
@@ -376,8 +383,9 @@ def send(
     Short messages do not wait for the receiver; longer ones until it has them.
     """
     members = given(group)
+    checked_name(name)
     message = (arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(tag), name, limit(timeout))
-    if async_op:
+    if checked_flag("async_op", async_op):
         return Work(members.handle.send(message), lambda _: None)
     members.handle.send_receive(message, None)
     return None
@@ -409,8 +417,9 @@ def recv(
         A ``Status``: source, tag and length in bytes.
     """
     members = given(group)
+    checked_name(name)
     message = (arrays_of(out, "out")[0], checked_source(source, members), checked_tag(tag), name, limit(timeout))
-    if async_op:
+    if checked_flag("async_op", async_op):
         return Work(members.handle.receive(message), lambda handle: Status(*handle.status()))
     return Status(*members.handle.send_receive(None, message))
 
@@ -429,6 +438,7 @@ def sendrecv(
     timeout: float | None = None,
 ) -> Status:
     """Sends ``x`` to rank ``dest`` and receives into ``out`` at the same time; see ``send`` and ``recv``."""
+    checked_name(name)
     members, seconds = given(group), limit(timeout)
     sent = (arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(send_tag), name, seconds)
     received = (arrays_of(out, "out")[0], checked_source(source, members), checked_tag(recv_tag), name, seconds)
@@ -455,7 +465,7 @@ def barrier_in(group: Group | None, timeout: float | None) -> None:
 
 def _rows(call: _Call, arrays: list[Any], counts: Sequence[int] | None, ragged: bool) -> list[int] | None:
     """The extents of all ranks' arrays, if they differ."""
-    if counts is None and not ragged:
+    if not checked_flag("ragged", ragged) and counts is None:
         return None
     one_array(arrays)
     if counts is None:
@@ -464,11 +474,18 @@ def _rows(call: _Call, arrays: list[Any], counts: Sequence[int] | None, ragged: 
         rows: list[int] = all_gather(np.array([len(arrays[0])]), group=call.group, name=name, timeout=limit).tolist()
         return rows
     listed = checked_counts(counts, call.group, None)
-    if listed[call.group.rank] != len(arrays[0]):
+    if listed[call.group.rank] != _extent(arrays[0]):
         raise ArgumentError(
-            f"counts has {listed[call.group.rank]} for this rank; its array's first axis is {len(arrays[0])}"
+            f"counts has {listed[call.group.rank]} for this rank; its array has the shape {arrays[0].shape}"
         )
     return listed
+
+
+def _extent(array: Any) -> int:
+    """The extent of the first axis. Raises ArgumentError for an array without axes."""
+    if not array.ndim:
+        raise ArgumentError("an array of the shape () has no first axis to cut into blocks")
+    return len(array)
 
 
 def _joined(call: _Call, out: Any, arrays: list[Any], rows: list[int] | None) -> list[Any]:

@@ -6,7 +6,6 @@ import atexit
 import functools
 import itertools
 import json
-import operator
 import os
 import socket
 import sys
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dl_comm import _dl_comm, _excepthook, _signal, _torchrun
+from dl_comm._checks import checked_int, checked_team, seconds
 from dl_comm._diagnosis import stats
-from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
+from dl_comm._errors import ArgumentError, StateError, translate
 from dl_comm._file_store import guarded
 from dl_comm._network import addresses
 from dl_comm._torch_variables import Position, given, hold_port, name_rank
@@ -171,7 +171,7 @@ def _start_by_torchrun(rank: int, size: int) -> None:
 def _start_by_arguments(rank: int | None, size: int | None, address: str | None, key: str | None) -> None:
     if rank is None or size is None:
         raise ArgumentError(f"rank={rank}, size={size}: address and key need both of them")
-    numbers = _checked_int("rank", rank, 0), _checked_int("size", size, 1)
+    numbers = checked_int("rank", rank, 0), checked_int("size", size, 1)
     if address is None and numbers[1] > 1:
         raise ArgumentError("address is None (expected host:port, on which rank 0 listens)")
     for name, text in (("address", address), ("key", key)):
@@ -206,7 +206,7 @@ def start_by_store(store: Any, rank: int, size: int) -> None:
         TimeoutError: A rank missed the deadline of ``DL_COMM_TIMEOUT_S``.
     """
     _prepare_process()
-    _dl_comm.init_store(guarded(store), _checked_int("rank", rank, 0), _checked_int("size", size, 1))
+    _dl_comm.init_store(guarded(store), checked_int("rank", rank, 0), checked_int("size", size, 1))
     _have_started()
 
 
@@ -258,13 +258,14 @@ def init(
         TimeoutError: A rank missed the deadline. (If MPI itself waits for it, the process exits with status 1.)
         CommError: MPI, memory or threads are not available, or a rank has invalid settings. All ranks raise it.
 
-    A second call creates missing teams. In a helper of a rank (see ``init_mpi``) it does nothing.
+    A second call creates missing teams; those that exist keep their threads, and rank 0 prints a line if
+    ``nthread_per_team`` asks for others. In a helper of a rank (see ``init_mpi``) it does nothing.
     """
-    if framework not in _FRAMEWORKS:
+    if framework is not None and (not isinstance(framework, str) or framework not in _FRAMEWORKS):
         raise ArgumentError(f"invalid framework: {framework!r} (expected one of {', '.join(map(repr, _FRAMEWORKS))})")
-    threads = 0 if nthread_per_team is None else _checked_int("nthread_per_team", nthread_per_team, 1)
-    teams = _checked_int("nteams", nteams, 1)
-    _checked_int("msglen", msglen, 0, 2**63)
+    threads = 0 if nthread_per_team is None else checked_int("nthread_per_team", nthread_per_team, 1)
+    teams = checked_int("nteams", nteams, 1)
+    checked_int("msglen", msglen, 0, 2**63)
     is_explicit = (rank, size, address, key) != (None, None, None, None)
     if _dl_comm.is_helper() and not is_explicit:
         return
@@ -273,7 +274,12 @@ def init(
         from dl_comm._gpus import pin
 
         pin()
+    before = _threads_of_teams() if threads and _dl_comm.is_initialized() else {}
     _dl_comm.init_teams(teams, threads)
+    kept = {team: count for team, count in before.items() if 0 <= team < teams and count != threads}
+    if kept and _dl_comm.rank() == 0:
+        told = ", ".join(f"team {team} keeps {count}" for team, count in kept.items())
+        print(f"dl_comm: init(nthread_per_team={threads}) holds for new teams: {told}", file=sys.stderr, flush=True)
     _tell_master()
     if framework in ("tensorflow", "keras"):
         import dl_comm.tensorflow
@@ -281,51 +287,14 @@ def init(
         import dl_comm.torch  # noqa: F401
 
 
+def _threads_of_teams() -> dict[int, int]:
+    return {team["id"]: team["threads"] for team in json.loads(_dl_comm.describe())["teams"]}
+
+
 def ensure_initialized() -> None:
     """Calls ``init`` with default arguments if needed, for bindings that work right after the import."""
     if not _dl_comm.is_initialized():
         init()
-
-
-def _checked_int(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
-    """``value`` as an int; accepts NumPy integers and other types with ``__index__``."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = low - 1
-    if not low <= number <= high:
-        raise ArgumentError(f"invalid {name}: {value!r} (expected an integer from {low} to {high})")
-    return number
-
-
-def checked_team(team: Any) -> int:
-    """The number of a team as an int. Raises ArgumentError when it is invalid."""
-    return _number("team", team)
-
-
-def checked_root(root: Any) -> int:
-    """The root as an int. Raises ArgumentError when it is not an integer >= 0; does not compare it with the size."""
-    return _number("rank", root, "root")
-
-
-def _number(what: str, value: Any, argument: str | None = None) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
-    if not 0 <= number < 2**31:
-        raise ArgumentError(f"{argument or what} {value!r} is out of range; {what}s go from 0")
-    return number
-
-
-def checked_name(name: Any) -> None:
-    """Raises DTypeError when the name of a call is not a string, ArgumentError when the core does not support it."""
-    if name is None:
-        return
-    if not isinstance(name, str):
-        raise DTypeError(f"invalid name: {name!r} (expected a string)")
-    if "\0" in name or not name.isascii() and name.encode(errors="ignore").decode() != name:
-        raise ArgumentError(f"invalid name: {name!r} (expected Unicode text without NUL characters)")
 
 
 def config_team(
@@ -366,16 +335,16 @@ def config_team(
 
     Every rank must set the same schedule: calls with different schedules raise ``MismatchError``.
     """
-    if cooldown not in _COOLDOWN:
+    if cooldown is not None and (not isinstance(cooldown, str) or cooldown not in _COOLDOWN):
         raise ArgumentError(f"invalid cooldown: {cooldown!r} (expected 'after', 'last' or None)")
-    transition = _checked_int("trans_alg", trans_alg, 0)
+    transition = checked_int("trans_alg", trans_alg, 0)
     _dl_comm.config_team(
-        _checked_int("team", team, 0),
+        checked_int("team", team, 0),
         min(transition, 1),
-        _checked_int("ksteps", ksteps, -(2**31)),
-        _checked_int("max_steps", max_steps, 0),
-        _checked_int("verbosity", verbosity, 0, 2),
-        _checked_int("perf_freq", perf_freq, 0),
+        checked_int("ksteps", ksteps, -(2**31)),
+        checked_int("max_steps", max_steps, 0),
+        checked_int("verbosity", verbosity, 0, 2),
+        checked_int("perf_freq", perf_freq, 0),
         _COOLDOWN[cooldown],
     )
     if transition > 1 and get_rank() == 0:
@@ -388,7 +357,7 @@ def get_waited(team: int = 0) -> float:
     This is the time from a call to its result; for torch optimizers, the time that backward or ``step()`` waits. Raises
     ArgumentError when the team does not exist.
     """
-    return _dl_comm.waited(_checked_int("team", team, 0))
+    return _dl_comm.waited(checked_int("team", team, 0))
 
 
 def new_owner(holder: Any, team: int) -> int:
@@ -410,7 +379,7 @@ def start_team(
         return
     if not 0 <= warmup <= 1:
         raise ArgumentError(f"invalid warmup: {warmup!r} (expected the fraction of blocking steps, from 0 to 1)")
-    steps = _checked_int("nstep", nstep, 0)
+    steps = checked_int("nstep", nstep, 0)
     config_team(team, 0, int(warmup * steps), steps, verb, freq)
 
 
@@ -427,7 +396,7 @@ def create_team(team: int, nthreads: int = 2, prec_level: int = 0) -> None:
         MismatchError: The ranks disagree.
     """
     _dl_comm.create_team(
-        checked_team(team), _checked_int("nthreads", nthreads, 1), _checked_int("prec_level", prec_level, 0, 1)
+        checked_team(team), checked_int("nthreads", nthreads, 1), checked_int("prec_level", prec_level, 0, 1)
     )
 
 
@@ -529,22 +498,10 @@ def set_timeout(timeout: float, team: int | None = None) -> None:
         ArgumentError: The timeout is negative or not a number, or the team does not exist.
     """
     if team is not None:
-        _dl_comm.set_timeout(_checked_int("team", team, 0), seconds(timeout))
+        _dl_comm.set_timeout(checked_int("team", team, 0), seconds(timeout))
         return
     for existing in stats()["teams"]:
         _dl_comm.set_timeout(existing, seconds(timeout))
-
-
-def seconds(timeout: float | None) -> float:
-    """``timeout`` in the core's format: -1 for None, which means the team's deadline.
-
-    Raises ArgumentError when it is negative or not a number.
-    """
-    if timeout is None:
-        return -1.0
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)) or not timeout >= 0:
-        raise ArgumentError(f"invalid timeout: {timeout!r} (expected seconds, or 0 for no limit)")
-    return float(timeout)
 
 
 @functools.cache

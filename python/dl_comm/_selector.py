@@ -172,7 +172,7 @@ def _forget_groups() -> None:
 
 
 def _one(value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ArgumentError(f"{value!r} is not one of {', '.join(known)}")
     return value
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from dl_comm._checks import checked_text
 from dl_comm._diagnosis import stats
 from dl_comm._errors import ArgumentError
 
@@ -33,6 +34,7 @@ class StatsWriter:
     def __init__(self, writer: Any = None, prefix: str = "dl_comm") -> None:
         """Starts the first interval. Raises ArgumentError for an unsupported ``writer``, StateError before init."""
         self._write = _function(writer)
+        checked_text("prefix", prefix)
         self._prefix = prefix
         self._since = time.monotonic()
         self._last_sums = _sums()

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from dl_comm._checks import checked_float, checked_int
 from dl_comm._errors import ArgumentError
 from dl_comm._process import get_nranks, get_rank
 
@@ -55,7 +56,10 @@ def max_steps(ntrain: int, batch_size: int, nepochs: float, nranks: int | None =
     Raises:
         ArgumentError: A number is not positive.
     """
-    return math.ceil(_positive("nepochs", nepochs) * ntrain / _global_batch(ntrain, batch_size, nranks))
+    steps = _positive("nepochs", nepochs) * _positive("ntrain", ntrain) / _global_batch(batch_size, nranks)
+    if math.isinf(steps):
+        raise ArgumentError(f"invalid nepochs: {nepochs!r} (the number of steps is infinite)")
+    return math.ceil(steps)
 
 
 def steps_per_epoch(ntrain: int, batch_size: int, nranks: int | None = None) -> int:
@@ -68,7 +72,7 @@ def epoch_of(step: float, ntrain: int, batch_size: int, nranks: int | None = Non
 
     Arguments and errors as in ``max_steps``.
     """
-    return step * _global_batch(ntrain, batch_size, nranks) / ntrain
+    return checked_float("step", step) * _global_batch(batch_size, nranks) / _positive("ntrain", ntrain)
 
 
 def shard(n: int, rank: int | None = None, nranks: int | None = None) -> range:
@@ -87,12 +91,8 @@ def shard(n: int, rank: int | None = None, nranks: int | None = None) -> range:
     Raises:
         ArgumentError: ``n`` is negative, or ``rank`` is not below ``nranks``.
     """
-    nranks = _ranks(nranks)
-    rank = get_rank() if rank is None else int(rank)
-    if n < 0:
-        raise ArgumentError(f"invalid n: {n!r} (expected >= 0)")
-    if not 0 <= rank < nranks:
-        raise ArgumentError(f"invalid rank: {rank!r} (expected 0 to {nranks - 1})")
+    nranks, n = _ranks(nranks), checked_int("n", n, 0, 2**62)
+    rank = get_rank() if rank is None else checked_int("rank", rank, 0, nranks - 1)
     return range(rank * n // nranks, (rank + 1) * n // nranks)
 
 
@@ -109,12 +109,11 @@ def scaled_lr(lr: float, nranks: int | None = None, rule: str = "linear") -> flo
     Raises:
         ArgumentError: The rule does not exist, or ``nranks`` is not positive.
     """
-    nranks = _ranks(nranks)
-    if rule == "linear":
-        return lr * nranks
-    if rule == "sqrt":
-        return lr * math.sqrt(nranks)
-    raise ArgumentError(f"invalid rule: {rule!r} (expected 'linear' or 'sqrt')")
+    nranks, lr = _ranks(nranks), checked_float("lr", lr)
+    factors = {"linear": nranks, "sqrt": math.sqrt(nranks)}
+    if not isinstance(rule, str) or rule not in factors:
+        raise ArgumentError(f"invalid rule: {rule!r} (expected 'linear' or 'sqrt')")
+    return lr * factors[rule]
 
 
 class Schedule(abc.ABC):
@@ -143,6 +142,10 @@ class Constant(Schedule):
 
     lr: float
 
+    def __post_init__(self) -> None:
+        """Check the number."""
+        _check_numbers(self)
+
     def rate(self, step: Any, ops: Any) -> Any:
         """See ``Schedule``."""
         return 0.0 * step + self.lr
@@ -160,6 +163,12 @@ class Piecewise(Schedule):
 
     def __post_init__(self) -> None:
         """Check the boundaries and the number of rates."""
+        for name in ("boundaries", "rates"):
+            listed = getattr(self, name)
+            if isinstance(listed, str) or not isinstance(listed, (Sequence, np.ndarray)):
+                raise ArgumentError(f"invalid {name}: {listed!r} (expected a list of numbers)")
+            for number in listed:
+                checked_float(name, number)
         if len(self.rates) != len(self.boundaries) + 1:
             raise ArgumentError(
                 f"{len(self.boundaries)} boundaries need {len(self.boundaries) + 1} rates, not {len(self.rates)}"
@@ -186,6 +195,7 @@ class Polynomial(Schedule):
 
     def __post_init__(self) -> None:
         """Check that the number of steps is positive."""
+        _check_numbers(self)
         _positive("steps", self.steps)
 
     def rate(self, step: Any, ops: Any) -> Any:
@@ -204,6 +214,7 @@ class Cosine(Schedule):
 
     def __post_init__(self) -> None:
         """Check that the number of steps is positive."""
+        _check_numbers(self)
         _positive("steps", self.steps)
 
     def rate(self, step: Any, ops: Any) -> Any:
@@ -222,6 +233,7 @@ class Exponential(Schedule):
 
     def __post_init__(self) -> None:
         """Check that steps and factor are positive."""
+        _check_numbers(self)
         _positive("steps", self.steps)
         _positive("factor", self.factor)
 
@@ -246,9 +258,13 @@ class WarmUp(Schedule):
 
     def __post_init__(self) -> None:
         """Compute the start once: later calls must not depend on the job."""
-        if not self.steps >= 0:
+        if not checked_float("steps", self.steps) >= 0:
             raise ArgumentError(f"invalid steps: {self.steps!r} (expected >= 0)")
-        if self.start is None:
+        if not isinstance(self.then, Schedule):
+            raise ArgumentError(f"invalid then: {self.then!r} (expected a schedule)")
+        if self.start is not None:
+            checked_float("start", self.start)
+        else:
             object.__setattr__(self, "start", self.then(self.steps) / _ranks(None))
 
     def rate(self, step: Any, ops: Any) -> Any:
@@ -260,17 +276,21 @@ class WarmUp(Schedule):
         return ops.where(step < self.steps, start + (peak - start) * (step / self.steps), self.then.rate(step, ops))
 
 
-def _global_batch(ntrain: int, batch_size: int, nranks: int | None) -> int:
-    _positive("ntrain", ntrain)
-    _positive("batch_size", batch_size)
-    return _ranks(nranks) * batch_size
+def _global_batch(batch_size: int, nranks: int | None) -> float:
+    return _ranks(nranks) * _positive("batch_size", batch_size)
 
 
 def _ranks(nranks: int | None) -> int:
-    return get_nranks() if nranks is None else int(_positive("nranks", nranks))
+    return get_nranks() if nranks is None else checked_int("nranks", nranks, 1)
 
 
 def _positive(name: str, value: float) -> float:
-    if not value > 0:
+    """The number as it is: integers stay exact."""
+    if not checked_float(name, value) > 0:
         raise ArgumentError(f"invalid {name}: {value!r} (expected > 0)")
     return value
+
+
+def _check_numbers(schedule: Schedule) -> None:
+    for field in dataclasses.fields(schedule):  # type: ignore[arg-type]
+        checked_float(field.name, getattr(schedule, field.name))

@@ -441,6 +441,12 @@ def test_two_groups_at_work_at_once(framework: Framework, rank: int, size: int) 
 BAD: dict[str, tuple[Any, ...]] = {
     "operator": (lambda f, x, size: f.comm.allreduce(x, "avg"), "invalid op"),
     "operator of another type": (lambda f, x, size: f.comm.allreduce(x, 0), "invalid op"),
+    "operator that is a list": (lambda f, x, size: f.comm.allreduce(x, ["sum"]), "invalid op"),
+    "name": (lambda f, x, size: f.comm.allreduce(x, name=3), "invalid name: 3", dl_comm.DTypeError),
+    "name with NUL": (lambda f, x, size: f.comm.gather(x, name="a\0b"), "invalid name"),
+    "name of a message": (lambda f, x, size: f.comm.send(x, 0, name=b"a"), "invalid name", dl_comm.DTypeError),
+    "factor": (lambda f, x, size: f.comm.allreduce(x, prescale="2"), "invalid prescale: '2'"),
+    "factors": (lambda f, x, size: f.comm.allreduce(x, postscale=np.ones(2)), "invalid postscale"),
     "operator for bools": (
         lambda f, x, size: f.comm.allreduce(f.make(np.array([True])), "min"),
         "bool|Bool",
@@ -449,12 +455,28 @@ BAD: dict[str, tuple[Any, ...]] = {
     "factors of a maximum": (lambda f, x, size: f.comm.allreduce(x, "max", prescale=2.0), "factors of a sum"),
     "no arrays": (lambda f, x, size: f.comm.allreduce([]), "empty"),
     "None": (lambda f, x, size: f.comm.allreduce(None), "None", dl_comm.DTypeError),
+    "None in a list": (lambda f, x, size: f.comm.allreduce([x, None]), "None"),
+    "None to broadcast": (lambda f, x, size: f.comm.broadcast([None]), "None"),
+    "object in a list": (lambda f, x, size: f.comm.all_gather([x, object()]), "object", dl_comm.DTypeError),
+    "masked": (lambda f, x, size: f.comm.allreduce(np.ma.masked_array([1.0])), "masked"),
+    "masked in a list": (lambda f, x, size: f.comm.all_gather([np.ma.masked_array([1.0]), x]), "masked"),
+    "masked to average": (lambda f, x, size: f.comm.gradients([x, np.ma.masked_array([1.0])]), "masked"),
+    "counts that are text": (lambda f, x, size: f.comm.all_gather(x, counts="4" * size), "invalid counts"),
+    "counts with a fraction": (lambda f, x, size: f.comm.gather(x, counts=[4.5] * size), "invalid counts"),
+    "one count": (lambda f, x, size: f.comm.all_to_all(x, send_counts=4), "invalid counts"),
+    "ragged": (lambda f, x, size: f.comm.all_gather(x, ragged="no"), "invalid ragged"),
     "text": (lambda f, x, size: f.comm.allreduce("text"), "str", dl_comm.DTypeError),
     "object": (lambda f, x, size: f.comm.allreduce(object()), "object", dl_comm.DTypeError),
     "group": (lambda f, x, size: f.comm.allreduce(x, group=3), "invalid group"),
     "group with a rank too many": (lambda f, x, size: f.comm.Group([size]), "rank"),
     "group of nobody": (lambda f, x, size: f.comm.Group([]), "empty"),
+    "group of text": (lambda f, x, size: f.comm.Group("0"), "invalid ranks: '0'"),
+    "group with a fraction": (lambda f, x, size: f.comm.Group([0.5]), "invalid ranks, entry 0: 0.5"),
+    "name of a group": (lambda f, x, size: f.comm.Group(name=None), "invalid name", dl_comm.DTypeError),
+    "threads of a group": (lambda f, x, size: f.comm.Group(threads="2"), "invalid threads"),
     "timeout": (lambda f, x, size: f.comm.allreduce(x, timeout=-1), "invalid timeout"),
+    "timeout that is text": (lambda f, x, size: f.comm.allreduce(x, timeout="1"), "invalid timeout"),
+    "timeout that is complex": (lambda f, x, size: f.comm.reduce(x, timeout=np.complex64(1)), "invalid timeout"),
     "root": (lambda f, x, size: f.comm.reduce(x, size), "root"),
     "negative root": (lambda f, x, size: f.comm.reduce(x, -1), "root"),
     "root of a broadcast": (lambda f, x, size: f.comm.broadcast([x], size, group=f.comm.Group()), "root"),
@@ -475,6 +497,10 @@ BAD: dict[str, tuple[Any, ...]] = {
     "tag": (lambda f, x, size: f.recv(x, tag=-1), "invalid tag"),
 }
 BAD_OUT: dict[str, tuple[Any, ...]] = {
+    "nothing": (lambda f, x, size: f.comm.scatter(None, out=None), "scatter needs"),
+    "numbers": (lambda f, x, size: f.comm.allreduce(x, out=[1.0]), "float", dl_comm.DTypeError),
+    "handle": (lambda f, x, size: f.comm.allreduce(x, async_op="no"), "invalid async_op"),
+    "wait": (lambda f, x, size: f.comm.allreduce(x, async_op=True).wait("1"), "invalid timeout"),
     "shape": (lambda f, x, size: f.comm.allreduce(x, out=f.make(np.ones(5, np.float32))), r"out: \w+ 0 has the shape"),
     "type": (lambda f, x, size: f.comm.allreduce(x, out=f.make(np.ones(4))), r"type \w+; the result has .*[Ff]loat"),
     "number": (lambda f, x, size: f.comm.allreduce([x], out=[x, x]), "(has|call has) 1"),
@@ -545,6 +571,26 @@ def test_shapes_of_blocks_must_match(framework: Framework, rank: int, size: int)
     for call, given in calls:
         with pytest.raises(dl_comm.MismatchError, match="2, 3"):
             call(given)
+    assert comm.allreduce(1) == size
+
+
+@pytest.mark.parametrize("how", ["counts", "ragged"])
+def test_blocks_of_different_lengths_have_equal_rows(framework: Framework, how: str, rank: int, size: int) -> None:
+    """[4, 6] and [4, 2, 3] have equally many elements."""
+    if size == 1:
+        return
+    comm, odd = framework.comm, rank == size - 1
+    x = framework.make(np.ones((4, 2, 3) if odd else (4, 6)))
+    blocks = framework.make(np.ones((4 * size, 2, 3) if odd else (4 * size, 6)))
+    equal = [4] * size
+    lengths: dict[str, Any] = {"counts": equal} if how == "counts" else {"ragged": True}
+    calls: list[Callable[[], Any]] = [lambda: comm.all_gather(x, **lengths), lambda: comm.gather(x, 1, **lengths)]
+    if how == "counts":
+        calls += [lambda: comm.reduce_scatter(blocks, **lengths), lambda: comm.all_to_all(blocks, send_counts=equal)]
+        calls += [lambda: comm.all_to_all(blocks, send_counts=equal, receive_counts=equal)]
+    for call in calls:
+        with pytest.raises(dl_comm.MismatchError):
+            call()
     assert comm.allreduce(1) == size
 
 

@@ -257,3 +257,12 @@ def test_the_core_tells_of_ranks_teams_and_settings(rank: int, size: int) -> Non
     assert known["launcher"] in ("mpiexec", "none") or "TORCHELASTIC_RUN_ID" in os.environ
     assert description["settings"]["DL_COMM_TIMEOUT_S"] == float(os.environ["DL_COMM_TIMEOUT_S"])
     assert description["mpi"]["thread_level"].startswith("MPI_THREAD_")
+
+
+def test_a_second_init_says_which_threads_stay(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = mc.topology()["teams"][0]["threads"]
+    mc.init(threads)
+    assert capsys.readouterr().err == ""
+    mc.init(threads + 1)
+    text = f"dl_comm: init(nthread_per_team={threads + 1}) holds for new teams: team 0 keeps {threads}\n"
+    assert capsys.readouterr().err == (text if rank == 0 else "")

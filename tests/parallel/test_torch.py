@@ -85,6 +85,30 @@ def test_broadcast_object(rank: int, size: int) -> None:
     mine = {"rank": rank, "text": "x" * 1000 * rank}
     assert cdl.broadcast_object(mine, size - 1) == {"rank": size - 1, "text": "x" * 1000 * (size - 1)}
     assert cdl.broadcast_object(mine if rank == 0 else None) == {"rank": 0, "text": ""}
+    with dl_comm.Group(list(range(size))[::-1]) as group:
+        assert cdl.broadcast_object(mine, 0, group=group)["rank"] == size - 1
+
+
+def test_lazy_modules_need_a_forward_pass(rank: int, size: int) -> None:
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(2))
+    optimizer = torch.optim.SGD(lazy.parameters(), lr=0.1)
+    calls = [
+        lambda: cdl.DistributedOptimizer(optimizer),
+        lambda: cdl.broadcast_parameters(lazy),
+        lambda: cdl.broadcast_parameters(lazy.state_dict()),
+        lambda: cdl.broadcast_optimizer_state(optimizer),
+        lambda: cdl.gradients(list(lazy.parameters())),
+        lambda: cdl.allreduce(lazy[0].weight),
+        lambda: cdl.broadcast([lazy[0].weight]),
+    ]
+    for call in calls:
+        with pytest.raises(dl_comm.ArgumentError, match="run a forward pass first"):
+            call()
+    lazy(torch.ones(1, 3))
+    averaging = cdl.DistributedOptimizer(torch.optim.SGD(lazy.parameters(), lr=0.1))
+    lazy(torch.full((1, 3), float(rank))).sum().backward()
+    assert torch.equal(lazy[0].weight.grad, torch.full((2, 3), (size - 1) / 2))
+    averaging.step()
 
 
 class TestBroadcastParameters:

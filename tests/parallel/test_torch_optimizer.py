@@ -522,7 +522,7 @@ class TestMisuse:
         with pytest.raises(TypeError, match="expected a torch optimizer, not Sequential"):
             cdl.DistributedOptimizer(model)
         for options in ({"bucket_mb": 0}, {"backward_passes_per_step": 0}, {"nteam": 0}, {"nthread_per_team": 0}):
-            with pytest.raises(ValueError, match="must be positive"):
+            with pytest.raises(ValueError, match="invalid"):
                 cdl.DistributedOptimizer(MAKERS["SGD"](model.parameters()), **options)
         optimizer = wrap(MAKERS["SGD"](model.parameters()))
         with pytest.raises(ValueError, match="already"):

@@ -1,4 +1,4 @@
-"""The program of test_fuzz_bindings.py: ``python fuzz_bindings.py numpy|torch [EXAMPLES]``, on one rank.
+"""The program of test_fuzz_bindings.py: ``python fuzz_bindings.py numpy|torch|tensorflow [EXAMPLES]``, on one rank.
 
 Hypothesis generates the arguments, equal in every run.
 """
@@ -94,6 +94,28 @@ def torch_tensors() -> st.SearchStrategy[Any]:
     return tensors()
 
 
+def tensorflow_tensors() -> st.SearchStrategy[Any]:
+    """Tensors and variables of TensorFlow of many types."""
+    import tensorflow as tf
+
+    dtypes = [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.int64, tf.bool, tf.complex64, tf.string]
+
+    @st.composite
+    def tensors(draw: st.DrawFn) -> Any:
+        shape, dtype = draw(st.lists(st.integers(0, 4), max_size=3)), draw(st.sampled_from(dtypes))
+        tensor = tf.fill(shape, "a") if dtype == tf.string else tf.zeros(shape, dtype)
+        kind = draw(st.sampled_from(["plain", "plain", "variable", "slices", "ragged", "symbolic"]))
+        if kind == "variable":
+            return tf.Variable(tensor)
+        if kind == "slices" and shape and dtype == tf.float32:
+            return tf.IndexedSlices(tensor, tf.zeros(shape[0], tf.int32), tf.constant([5, *shape[1:]]))
+        if kind == "ragged":
+            return tf.ragged.constant([[1.0], [2.0, 3.0]])
+        return tf.TensorSpec(shape, dtype) if kind == "symbolic" else tensor
+
+    return tensors()
+
+
 def lists_of(tensors: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Arguments in place of a list: lists, towers, lists with an array twice, and invalid values."""
     flat = st.lists(st.one_of(tensors, tensors, tensors, anything), max_size=3)
@@ -140,6 +162,105 @@ def functions(
     }
 
 
+def collectives(
+    tensors: st.SearchStrategy[Any], framework: str
+) -> dict[Callable[..., Any], st.SearchStrategy[tuple[Any, dict[str, Any]]]]:
+    """Every collective on a group, and the messages, with its arguments."""
+    value = st.one_of(tensors, tensors, lists_of(tensors))
+    calls: dict[Callable[..., Any], st.SearchStrategy[tuple[Any, dict[str, Any]]]] = {}
+
+    def add(function: Callable[..., Any], *required: st.SearchStrategy[Any], **own: st.SearchStrategy[Any]) -> None:
+        # One argument or two are invalid at a time: of several the first ends the call.
+        options = {"group": groups, "name": texts, "timeout": timeouts, **own}
+        if framework != "tensorflow":
+            options.setdefault("async_op", st.booleans())
+        few = st.dictionaries(st.sampled_from(sorted(options)), st.none(), max_size=2).flatmap(
+            lambda chosen: st.fixed_dictionaries({name: options[name] for name in chosen})
+        )
+        calls[function] = st.tuples(st.tuples(*required), few)
+
+    groups = st.one_of(st.none(), st.builds(mc.Group), anything)
+    operators = st.one_of(st.sampled_from(["sum", "mean", "max", "bit_and", "adasum"]), anything)
+    counts = st.one_of(st.lists(st.integers(-1, 4), max_size=2), anything)
+    roots, factors = st.one_of(st.just(0), anything), st.one_of(st.just(2.0), anything)
+    out = {} if framework == "tensorflow" else {"out": st.one_of(value, anything)}
+    scaled = {"prescale": factors, "postscale": factors}
+    add(mc.allreduce, value, op=operators, **scaled, **out)
+    add(mc.reduce, value, op=operators, root=roots, **out)
+    add(mc.all_gather, value, counts=counts, ragged=st.booleans(), **out)
+    add(mc.gather, value, counts=counts, ragged=st.booleans(), root=roots, **out)
+    if framework == "tensorflow":
+        import dl_comm.tensorflow
+
+        add(dl_comm.tensorflow.scatter, value, counts=counts, root=roots)
+    else:
+        calls[mc.scatter] = st.tuples(
+            st.tuples(value, roots),
+            st.fixed_dictionaries({"out": out["out"]}, optional={"counts": counts, "name": texts, "group": groups}),
+        )
+    add(mc.reduce_scatter, value, op=operators, counts=counts, **scaled, **out)
+    add(mc.all_to_all, value, send_counts=counts, receive_counts=counts, **out)
+    add(mc.broadcast, value, root=roots)
+    if framework != "tensorflow":
+        short = {"timeout": st.one_of(st.just(0.01), timeouts.filter(_is_no_limit)), "async_op": st.just(True)}
+        add(mc.send, value, roots, **short)
+        add(mc.recv, value, roots, **short)
+    for listed in [calls.pop(mc.broadcast)]:
+        calls[mc.broadcast] = listed.map(lambda call: (call[0], {k: v for k, v in call[1].items() if k != "name"}))
+    return calls
+
+
+def _is_no_limit(timeout: Any) -> bool:
+    """Whether a message with this deadline may wait for ever; a message to itself that nobody receives would."""
+    return not isinstance(timeout, (int, float, np.number)) or not timeout >= 0
+
+
+def others() -> dict[Callable[..., Any], st.SearchStrategy[tuple[Any, dict[str, Any]]]]:
+    """What takes no tensors."""
+    mixed = st.one_of(numbers, anything)
+
+    def of(*arguments: st.SearchStrategy[Any], **options: st.SearchStrategy[Any]) -> Any:
+        return st.tuples(st.tuples(*arguments), st.fixed_dictionaries({}, optional=options))
+
+    training = mc.training
+    return {
+        mc.Group: of(
+            ranks=st.one_of(st.just([0]), st.lists(anything, max_size=2), anything),
+            name=mixed,
+            threads=st.one_of(st.integers(-1, 2), anything.filter(lambda x: not isinstance(x, int))),
+            timeout=timeouts,
+            algorithm=st.one_of(st.just("ring"), anything),
+            gpu_path=mixed,
+        ),
+        mc.split: of(mixed, key=mixed, group=mixed, name=mixed),
+        mc.barrier: of(timeout=timeouts, group=mixed),
+        mc.StatsWriter: of(mixed, prefix=mixed),
+        waited: of(mixed),
+        mc.average_metrics: of(st.just({"a": 1.0}), weight=mixed),
+        mc.broadcast_object: of(anything, root=mixed, group=mixed),
+        mc.gather_object: of(anything, root=mixed, group=mixed),
+        mc.all_gather_object: of(anything, group=mixed),
+        mc.shared_zeros: of(st.one_of(st.just(3), anything), dtype=st.one_of(st.just("f4"), anything)),
+        mc.join: of(group=mixed, timeout=st.one_of(st.just(5), mixed)),
+        training.max_steps: of(mixed, mixed, mixed, nranks=mixed),
+        training.steps_per_epoch: of(mixed, mixed, nranks=mixed),
+        training.epoch_of: of(mixed, mixed, mixed, nranks=mixed),
+        training.shard: of(mixed, rank=mixed, nranks=mixed),
+        training.scaled_lr: of(mixed, nranks=mixed, rule=mixed),
+        training.Constant: of(mixed),
+        training.Cosine: of(mixed, mixed, end=mixed),
+        training.Polynomial: of(mixed, mixed, end=mixed, power=mixed),
+        training.Exponential: of(mixed, mixed, mixed),
+        training.Piecewise: of(mixed, mixed),
+        training.WarmUp: of(mixed, st.one_of(st.just(training.Constant(0.1)), mixed), start=mixed),
+    }
+
+
+def waited(timeout: Any) -> None:
+    """Waits for a started call."""
+    mc.allreduce(np.ones(2), async_op=True).wait(timeout)
+
+
 def attempt(function: Callable[..., Any], arguments: st.SearchStrategy[Any], examples: int) -> None:
     """Calls ``function`` with ``examples`` generated arguments."""
     documented = OF_PATHS if function in PATHS else mc.CommError
@@ -164,8 +285,11 @@ def main(binding: str, examples: int) -> None:
     """Calls every function with many arguments, and checks after each that dl_comm still works."""
     faulthandler.dump_traceback_later(90, exit=True)
     mc.init(1, 3)
-    tensors = arrays() if binding == "numpy" else torch_tensors()
-    for function, arguments in functions(tensors).items():
+    tensors = {"numpy": arrays, "torch": torch_tensors, "tensorflow": tensorflow_tensors}[binding]()
+    calls = [*functions(tensors).items(), *collectives(tensors, binding).items()]
+    if binding == "numpy":
+        calls += others().items()
+    for function, arguments in calls:
         attempt(function, arguments, examples)
         values = np.arange(5, dtype=np.float32)
         mc.broadcast([values])

@@ -15,7 +15,7 @@ from launch import run
 FUZZ = Path(__file__).parent / "fuzz_bindings.py"
 
 
-@pytest.mark.parametrize("binding", ["numpy", "torch"])
+@pytest.mark.parametrize("binding", ["numpy", "torch", "tensorflow"])
 def test_any_arguments_give_a_result_or_a_documented_error(binding: str) -> None:
     finished = run([sys.executable, str(FUZZ), binding], 120)
     assert finished.returncode == 0, finished.output[-8000:]

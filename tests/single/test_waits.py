@@ -160,7 +160,7 @@ attempt("uneven", step if mc.get_rank() == 0 else (lambda: cdl.average(torch.one
     )
     for text in seen(finished, "uneven", 2):
         assert text.startswith("MismatchError: "), text
-        assert "SGD.0" in text, text
+        assert "gradients of SGD.0, bucket 0" in text, text
         assert "loss" in text, text
 
 

@@ -69,7 +69,8 @@ const MIN_CHUNK_BYTES: usize = 64 << 10;
 
 impl Call {
     /// Checks and lays out a call on `replicas`, equal lists of tensors; a barrier has none. The length and the shape of
-    /// a tensor are those of a block, unless `counts` has the lengths. `names` are those of the tensors, as text.
+    /// a tensor are those of a block; if `counts` has the lengths, the ranks compare all but the first extent of the
+    /// shape. `names` are those of the tensors, as text.
     /// `instance` distinguishes calls of one `name` that are in flight together.
     ///
     /// # Errors
@@ -456,10 +457,11 @@ impl Call {
         number(if self.op.is_allreduce() { self.replicas.len() as i64 } else { 1 });
         for tensor in self.tensors(0) {
             number(tensor.buffer.dtype() as i64);
-            if self.counts == Counts::Even {
-                number(tensor.shape().len() as i64);
-                tensor.shape().iter().for_each(|&extent| number(extent));
-            }
+            // Blocks of different lengths differ in their first axis.
+            let is_even = self.counts == Counts::Even;
+            let shape = if is_even { tensor.shape() } else { tensor.shape().get(1..).unwrap_or_default() };
+            number(shape.len() as i64);
+            shape.iter().for_each(|&extent| number(extent));
         }
         match &self.counts {
             Counts::Even => {}

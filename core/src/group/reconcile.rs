@@ -235,8 +235,8 @@ impl Worker {
     }
 }
 
-/// An all-to-all of even blocks of one tensor as one that names the length for each pair; `None` for other calls. A
-/// block's shape is not compared then, so it must be that of a list.
+/// An all-to-all of even blocks of one tensor as one that names the length for each pair; `None` for other calls. The
+/// first extent of a block is not compared then, so it must be the only one.
 fn by_pairs(work: &Work, shared: &GroupState) -> Option<Call> {
     let (call, config) = (&work.call, &shared.config);
     let is_even = call.op == Op::ALLTOALL && *call.counts() == Counts::Even;

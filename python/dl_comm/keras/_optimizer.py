@@ -21,8 +21,9 @@ import keras
 import tensorflow as tf
 
 from dl_comm import ArgumentError, DTypeError
+from dl_comm._checks import checked_team
 from dl_comm._private_names import check
-from dl_comm._process import checked_team, new_owner, start_team
+from dl_comm._process import new_owner, start_team
 from dl_comm._tensor_names import agreed_order
 from dl_comm.tensorflow import _ops, broadcast_variables
 

@@ -16,10 +16,10 @@ import tensorflow as tf
 
 import dl_comm
 from dl_comm._arguments import NO_FACTORS, arrays_of, one_array, operator_code
+from dl_comm._checks import checked_flag, checked_ints, checked_name, checked_root, seconds
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group, given, is_routed
 from dl_comm._hierarchy import Levels, Step, run_steps
-from dl_comm._process import checked_name, checked_root, seconds
 from dl_comm._selector import COLLECTIVES
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._ops import no_autograph
@@ -57,7 +57,7 @@ class _Call:
 
     def extents(self, counts: Any, ragged: bool) -> list[tf.Tensor]:
         """The extents of the first axis of all ranks' tensors, if they differ."""
-        if counts is None and not ragged:
+        if not checked_flag("ragged", ragged) and counts is None:
             return []
         one_array(self.tensors)
         if counts is not None:
@@ -314,10 +314,7 @@ def converted(value: Any) -> tf.Tensor:
         return value
     if isinstance(value, (bool, int, float, complex, np.generic, np.ndarray)):
         (value,), _ = arrays_of(value)  # refuses masked arrays
-    try:
-        return _ops.as_tensor(value, _ops.ALL_TYPES, "sent to other ranks")
-    except (TypeError, ValueError) as error:
-        raise DTypeError(f"dl_comm takes tensors and numbers, not a {type(value).__name__}: {error}") from error
+    return _ops.as_tensor(value, _ops.ALL_TYPES, "sent to other ranks")
 
 
 def _by_levels(call: _Call, levels: Levels, op: str, operator: int, factors: tuple[float, float]) -> Any:
@@ -350,7 +347,11 @@ def _by_levels(call: _Call, levels: Levels, op: str, operator: int, factors: tup
 
 
 def _counts(counts: Any) -> tf.Tensor:
-    return tf.cast(counts, tf.int64) if tf.is_tensor(counts) else tf.constant(np.asarray(counts, np.int64))
+    if not tf.is_tensor(counts):
+        return tf.constant(checked_ints("counts", counts, 0, 2**62), tf.int64)
+    if not counts.dtype.is_integer:
+        raise ArgumentError(f"invalid counts: a tensor of {counts.dtype.name} (expected integers)")
+    return tf.cast(counts, tf.int64)
 
 
 def _reduced_slices(

@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from dl_comm._arguments import checked_rank, checked_tag
+from dl_comm._checks import checked_name, checked_root, seconds
 from dl_comm._groups import Group, Status, given
-from dl_comm._process import checked_name, checked_root, seconds
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._collectives import converted
 from dl_comm.tensorflow._ops import no_autograph

@@ -29,13 +29,14 @@ import tensorflow as tf
 from dl_comm import _load
 from dl_comm._arguments import ADASUM, NO_FACTORS
 from dl_comm._buckets import bucket_bytes, split
+from dl_comm._checks import checked_name, checked_root, checked_team, refuse_masked, seconds
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._cuda import preload
 from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
 from dl_comm._groups import Group, is_routed
 from dl_comm._groups import given as given_group
 from dl_comm._private_names import check
-from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, seconds
+from dl_comm._process import CONTROL_TEAM
 from dl_comm._tensor_names import Name, by_structure
 from dl_comm._tensor_names import labels as labels_of
 
@@ -290,7 +291,7 @@ def average(value: Any, *, name: str | None = None) -> tf.Tensor:
     """
     if isinstance(value, (bool, int, float)):
         value = np.float64(value)
-    tensor = tf.convert_to_tensor(value)
+    tensor = value if isinstance(value, tf.Tensor) else _converted(value, "averaged")
     if tensor.dtype.is_integer or tensor.dtype.is_bool:
         tensor = tf.cast(tensor, tf.float64)
     _, labels = order_of([value], tf.executing_eagerly())
@@ -444,10 +445,18 @@ def listed(tensors: Iterable[Any]) -> list[Any]:
 
 def as_tensor(value: Any, dtypes: frozenset[tf.DType], verb: str) -> tf.Tensor:
     """Convert to a dense tensor. Raises DTypeError when its type is not one of `dtypes`."""
-    tensor = value if isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
+    tensor = value if isinstance(value, tf.Tensor) else _converted(value, verb)
     if tensor.dtype.base_dtype not in dtypes:
         raise _type_error(tensor.dtype, verb, value)
     return tensor
+
+
+def _converted(value: Any, verb: str) -> tf.Tensor:
+    refuse_masked(value, "a tensor")
+    try:
+        return tf.convert_to_tensor(value)
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise DTypeError(f"a {type(value).__name__} cannot be {verb}: {error}") from error
 
 
 def _type_error(dtype: tf.DType, verb: str, value: Any) -> DTypeError:

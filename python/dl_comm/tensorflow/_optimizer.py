@@ -9,8 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from dl_comm._checks import checked_team
 from dl_comm._errors import ArgumentError
-from dl_comm._process import checked_team, new_owner, start_team
+from dl_comm._process import new_owner, start_team
 from dl_comm.tensorflow import _ops
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from dl_comm import _dl_comm
+from dl_comm._checks import checked_path
 
 __all__ = ["start", "stop"]
 
@@ -19,12 +20,13 @@ def start(folder: str | os.PathLike[str]) -> None:
     If another job has a file of that name, this job uses a sub-folder.
 
     Raises:
+        ArgumentError: ``folder`` is no path.
         CommError: The file cannot be written.
         StateError: A timeline is being recorded, ``init_mpi`` was not called, or ``finalize`` was.
 
     Local: ranks may record at different times.
     """
-    _dl_comm.timeline_start(os.fspath(folder))
+    _dl_comm.timeline_start(checked_path("folder", folder))
 
 
 def stop() -> None:

@@ -12,24 +12,32 @@ import numpy as np
 import torch
 
 from dl_comm import ArgumentError, DTypeError, Group, _groups
-from dl_comm._process import checked_name
+from dl_comm._checks import checked_ints, checked_name, refuse_masked, refuse_missing
 from dl_comm.torch import _ops
 
 
 def tensors_of(x: Any, argument: str = "x") -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
     """Return the tensors of an argument, and what makes a result of the same kind from tensors."""
     if isinstance(x, torch.Tensor):
+        refuse_lazy(x, argument)
         return [x], first
     if isinstance(x, (list, tuple)):
+        refuse_missing(x, argument)
         for index, tensor in enumerate(x):
             if not isinstance(tensor, torch.Tensor):
+                refuse_masked(tensor, f"{argument}: entry {index}")
                 raise DTypeError(f"entry {index} of {argument} is a {type(tensor).__name__}, not a tensor")
+            refuse_lazy(tensor, f"entry {index} of {argument}")
         return list(x), list
+    refuse_masked(x, argument)
     if isinstance(x, (bool, int, float, complex, np.generic)) and argument == "x":
         number = x.item() if isinstance(x, np.generic) else x
         for kind, dtype in _NUMBERS.items():
             if isinstance(number, kind):
-                return [torch.tensor(number, dtype=dtype)], item
+                try:
+                    return [torch.tensor(number, dtype=dtype)], item
+                except (RuntimeError, OverflowError) as error:
+                    raise DTypeError(f"{argument} is {number}, which has more than 64 bits") from error
     raise DTypeError(
         f"{argument} is a {type(x).__name__}; give a tensor, a list of them{', or a number' * (argument == 'x')}"
     )
@@ -53,6 +61,12 @@ def carried(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], str]:
         return tensors, ""
     views = [tensor.resolve_conj().view(_CARRIERS.get(tensor.dtype, tensor.dtype)) for tensor in tensors]
     return views, f" of {', '.join(unknown)}"
+
+
+def refuse_lazy(tensor: torch.Tensor, name: str) -> None:
+    """Raise ArgumentError for a parameter of a lazy module that has no shape yet."""
+    if not torch.compiler.is_compiling() and torch.nn.parameter.is_lazy(tensor):
+        raise ArgumentError(f"{name} is a parameter of a lazy module and has no shape yet: run a forward pass first")
 
 
 def first(tensors: Any) -> Any:
@@ -142,7 +156,7 @@ def listed_counts(counts: Sequence[int] | None) -> list[int]:
     """Return counts as the ops take them."""
     if counts is None:
         return []
-    listed = [int(count) for count in counts]
+    listed = checked_ints("counts", counts, -(2**62), 2**62)
     if not listed:
         raise ArgumentError("invalid counts: [] (expected extents, one for each rank)")
     return listed

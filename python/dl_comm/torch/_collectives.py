@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dl_comm import ArgumentError, Group, _groups
-from dl_comm._process import seconds
+from dl_comm._checks import checked_flag, checked_float, seconds
 from dl_comm.torch import _autograd as _autograd
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import (
@@ -97,7 +97,8 @@ def allreduce(
     """
     world = _groups._world if group is None and not _groups.is_routed() else None
     is_plain = type(x) is torch.Tensor and (out is None or out is x) and name is None and timeout is None
-    if world is not None and is_plain and not async_op and not _ops.differentiates(given := [x]):
+    is_plain = is_plain and type(prescale) is float is type(postscale) and async_op is False
+    if world is not None and is_plain and not _ops.differentiates(given := [x]):
         # The general way takes a microsecond more.
         short = (0, world.rank, world.size, operator_name(op), prescale, postscale, "", -1.0)
         if out is None:
@@ -105,17 +106,18 @@ def allreduce(
         _ops.call(_ALLREDUCE.out, given, given, *short)
         torch.autograd.graph.increment_version(x)
         return x
-    if group is None and _groups.is_routed() and not async_op:
+    if group is None and _groups.is_routed() and async_op is False:
         tensors, wrap = tensors_of(x)
-        steps = steps_of(tensors, operator_name(op), float(prescale), float(postscale))
+        factors = (checked_float("prescale", prescale), checked_float("postscale", postscale))
+        steps = steps_of(tensors, operator_name(op), *factors)
         if steps is not None:
             results = allreduce_by_levels(steps, tensors, out, op, call_name(name), seconds(timeout))
             return wrap(results) if out is None else results
     arguments = (
         *place(group, 1, x, async_op),
         operator_name(op),
-        float(prescale),
-        float(postscale),
+        checked_float("prescale", prescale),
+        checked_float("postscale", postscale),
         call_name(name),
         seconds(timeout),
     )
@@ -245,10 +247,8 @@ def scatter(
         call_name(name),
         seconds(timeout),
     )
-    if x is None:
-        if out is None:
-            raise ArgumentError("scatter needs out, or tensors of the root's shapes on all ranks")
-        x = []
+    if x is None and out is None:
+        raise ArgumentError("out is None; scatter needs it, or tensors of the root's shapes on all ranks")
     return _run(_SCATTER, x, out, async_op, arguments)
 
 
@@ -283,7 +283,7 @@ def reduce_scatter(
     Returns:
         `out` or new tensors with this rank's blocks; with `async_op` a `Work` of it.
     """
-    factors = (float(prescale), float(postscale))
+    factors = (checked_float("prescale", prescale), checked_float("postscale", postscale))
     arguments = (
         *place(group, 8, x, async_op),
         operator_name(op),
@@ -370,8 +370,12 @@ def _run(
     root: int | None = None,
     joins: bool = False,
 ) -> Any:
-    """Run or start a call. With `root`, only that rank has a result. `joins`: a number gives a tensor."""
-    tensors, wrap = tensors_of(x)
+    """Run or start a call. With `root`, only that rank has a result. `joins`: a number gives a tensor.
+
+    `x`: None on the ranks of a scatter that have no tensors.
+    """
+    checked_flag("async_op", async_op)
+    tensors, wrap = ([], list) if x is None and ops is _SCATTER else tensors_of(x)
     if joins and wrap is item:
         wrap = first
     if root is not None and arguments[1] != root:
@@ -415,7 +419,7 @@ def _extents(
     timeout: float | None,
 ) -> list[int]:
     """Return the extents of all ranks' tensors, if they differ."""
-    if counts is not None or not ragged:
+    if not checked_flag("ragged", ragged) or counts is not None:
         return listed_counts(counts)
     tensors, _ = tensors_of(x)
     if len(tensors) != 1:

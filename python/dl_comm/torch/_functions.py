@@ -17,12 +17,14 @@ import dl_comm
 from dl_comm import ArgumentError, DTypeError
 from dl_comm._agreement import failing_together
 from dl_comm._arguments import checked_rank
+from dl_comm._checks import checked_name, checked_root, checked_team, refuse_masked, seconds
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._groups import is_routed, world
 from dl_comm._objects import all_gather_object, object_of_root
-from dl_comm._process import CONTROL_TEAM, checked_name, checked_root, checked_team, ensure_initialized, seconds
+from dl_comm._process import CONTROL_TEAM, ensure_initialized
 from dl_comm._tensor_names import by_name, labels
 from dl_comm.torch import _collectives, _ops
+from dl_comm.torch._arguments import refuse_lazy
 from dl_comm.torch._gradient import contiguous_copy, overlaps
 from dl_comm.torch._names import names_of
 from dl_comm.torch._reducer import parameters_broadcast
@@ -162,6 +164,7 @@ def _checked_names(parameters: Any) -> list[tuple[str, torch.Tensor]]:
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise DTypeError(f"{name} is of type {type(tensor).__name__}, not a tensor")
+        refuse_lazy(tensor, name)
         if tensor.is_meta:
             raise ArgumentError(f"{name} is on the meta device and has no values")
         if tensor.layout is torch.strided and overlaps(tensor):
@@ -169,13 +172,14 @@ def _checked_names(parameters: Any) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
-def broadcast_object(value: Any, root: int = 0) -> Any:
+def broadcast_object(value: Any, root: int = 0, *, group: dl_comm.Group | None = None) -> Any:
     """Return rank `root`'s object on every rank. The value on other ranks is ignored. The object is pickled.
 
-    If pickling fails, rank `root` raises pickle's exception, and the other ranks raise a CommError with its text.
+    `group`: the ranks that take part; `root` is a rank of the group. If pickling fails, rank `root` raises pickle's
+    exception, and the other ranks raise a CommError with its text.
     """
     ensure_initialized()
-    return dl_comm.broadcast_object(value, root, group=world())
+    return dl_comm.broadcast_object(value, root, group=world() if group is None else group)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
@@ -287,7 +291,9 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
         if tensor is None:
             raise ArgumentError(f"tensor {i} is None; pass only the tensors that exist, the same on all ranks")
         if not isinstance(tensor, torch.Tensor):
+            refuse_masked(tensor, f"entry {i} of the list")
             raise DTypeError(f"entry {i} of the list is of type {type(tensor).__name__}, not a tensor")
+        refuse_lazy(tensor, f"tensor {i}")
         if tensor.is_meta:
             raise ArgumentError(f"tensor {i} is on the meta device and has no values")
     return tensors

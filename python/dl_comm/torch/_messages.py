@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dl_comm import ArgumentError, Group, Status
-from dl_comm._process import seconds
+from dl_comm._checks import checked_flag, seconds
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import call_name, carried, checked_rank, checked_tag, place, refuse_gradients, tensors_of
 from dl_comm.torch._work import Handle, Work
@@ -44,6 +44,7 @@ def send(
 
     Short messages do not wait for the receiver; longer ones until it has them.
     """
+    checked_flag("async_op", async_op)
     tensors, _ = tensors_of(x)
     refuse_gradients(tensors, "send")
     tensors, _ = carried(tensors)
@@ -78,6 +79,7 @@ def recv(
     Returns:
         A `Status`: source, tag and length in bytes.
     """
+    checked_flag("async_op", async_op)
     tensors, _ = tensors_of(out, "out")
     refuse_gradients(tensors, "recv")
     peer = _ANY if source is None else checked_rank(source, "source")
@@ -100,6 +102,8 @@ def recv(
 
 
 def _on_host(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta:
+        raise ArgumentError("a tensor is on the meta device and has no values")
     return tensor.device.type == "cpu"
 
 

@@ -14,6 +14,7 @@ import torch
 
 from dl_comm import CommError
 from dl_comm._tensor_names import Name, agreed_order, relative
+from dl_comm.torch._arguments import refuse_lazy
 from dl_comm.torch._bucket_plan import Named
 
 _ATTRIBUTE = "_dl_comm_names"
@@ -53,6 +54,7 @@ class ParameterNames:
         self._are_given = not unnamed
         self._new = [parameter for _, parameter in new]
         for name, parameter in new:
+            refuse_lazy(parameter, str(found.get(id(parameter), name)))
             known = _Known(weakref.ref(parameter), Name(found.get(id(parameter), name), ""), self._places)
             self._known[id(parameter)] = known
             self._places += 1

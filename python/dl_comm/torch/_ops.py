@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 
 from dl_comm import _cuda, _load
-from dl_comm._errors import ArgumentError, StateError, translate
+from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
 
 _path = _load.ops_library("torch")
 torch.ops.load_library(_path)  # type: ignore[no-untyped-call]
@@ -195,9 +195,12 @@ def call(op: Callable[..., Any], *arguments: Any) -> Any:
         refuse_tangents(arguments[0])
     try:
         return op(*arguments)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         known = translate(error)
         if known is error:
+            # For tensors of a device or layout that the op has no code for, or of a subclass that takes no such ops.
+            if isinstance(error, (NotImplementedError, TypeError)):
+                raise DTypeError(f"dl_comm does not take these tensors: {error}") from error
             raise
         raise known from None
 

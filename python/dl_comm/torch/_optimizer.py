@@ -13,8 +13,9 @@ import torch
 import dl_comm
 from dl_comm import ArgumentError, DTypeError, StateError
 from dl_comm._buckets import bucket_bytes
+from dl_comm._checks import checked_int, checked_team
 from dl_comm._private_names import check
-from dl_comm._process import checked_team, start_team
+from dl_comm._process import start_team
 from dl_comm.torch import _functions, _ops
 from dl_comm.torch._bucket_plan import Named
 from dl_comm.torch._names import ParameterNames, keep_names
@@ -197,8 +198,8 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         raise ArgumentError("the optimizer is a DistributedOptimizer already")
     check("torch")
     size = bucket_bytes(bucket_mb)
-    if backward_passes_per_step < 1 or nteam < 1 or nthread_per_team < 1:
-        raise ArgumentError("backward_passes_per_step, nteam and nthread_per_team must be positive")
+    backward_passes_per_step = checked_int("backward_passes_per_step", backward_passes_per_step, 1)
+    nteam, nthread_per_team = checked_int("nteam", nteam, 1), checked_int("nthread_per_team", nthread_per_team, 1)
     if team is not None:
         team = checked_team(team)
     if not isinstance(broadcast_buffers, (torch.nn.Module, type(None))):
@@ -216,7 +217,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     reducer = Reducer(
         functools.partial(_parameters, weakref.ref(optimizer), names),
         chosen,
-        call_name,
+        f"gradients of {call_name}",
         size,
         backward_passes_per_step,
         sparse_as_dense,

@@ -125,7 +125,7 @@ class Reducer:
             self._planned = named
             return
         for bucket in self._buckets:
-            bucket.collect_carried(self.team, f"{self._name}.{bucket.index}", self.owner, self._carried)
+            bucket.collect_carried(self.team, f"{self._name}, bucket {bucket.index}", self.owner, self._carried)
         _close(self._hooks, self._buckets)
         self._planned, self._frozen = named, frozen
         self_ref = weakref.ref(self)
@@ -344,7 +344,9 @@ class Reducer:
                 "broadcast_parameters(model, last), where last = dl_comm.join()"
             )
         with torch.no_grad():
-            bucket.start(self.team, f"{self._name}.{bucket.index}", self.owner, self._sparse_as_dense, self.steps)
+            bucket.start(
+                self.team, f"{self._name}, bucket {bucket.index}", self.owner, self._sparse_as_dense, self.steps
+            )
         self._next_bucket = bucket.index + 1
         if self._next_bucket == len(self._buckets):
             self._bucket_plan.start_exchange(self.team, self._name, self.owner)
