@@ -39,7 +39,8 @@ def write_on_rank0(path: Location, write: Callable[[Path], Any]) -> None:
     """Writes a file on rank 0; the other ranks wait until it exists. Collective.
 
     Args:
-        path: The file. The complete new file replaces it atomically, so no reader sees a partial file.
+        path: The file. The complete new file replaces it atomically, so no reader sees a partial file. A device such as
+            ``/dev/null`` or a pipe stays, and is written to.
         write: Called on rank 0 only, with a temporary path in the same folder and with the same suffix. It creates that
             file. It must not call collective functions.
 
@@ -51,6 +52,9 @@ def write_on_rank0(path: Location, write: Callable[[Path], Any]) -> None:
     path = _checked(path, "write_on_rank0")
 
     def replace() -> None:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            write(path)
+            return
         unfinished = path.with_name(f".{os.getpid()}.{path.name}")
         try:
             write(unfinished)

@@ -145,6 +145,13 @@ def test_one_rank_writes_and_all_read(folder: Path, rank: int, size: int) -> Non
     mc.barrier()
 
 
+def test_a_device_stays(rank: int) -> None:
+    written = []
+    mc.write_on_rank0(os.devnull, written.append)
+    assert written == ([Path(os.devnull)] if rank == 0 else [])
+    assert Path(os.devnull).is_char_device()
+
+
 def test_a_failure_of_rank_0_is_everyones(folder: Path, rank: int, size: int) -> None:
     path = folder / "weights"
     mc.write_on_rank0(path, lambda unfinished: unfinished.write_text("old"))

@@ -152,13 +152,13 @@ def functions(
         mc.init: of(nthread_per_team=st.one_of(st.integers(-1, 2), texts), nteams=st.one_of(st.integers(-1, 2), texts)),
         mc.timeline.start: of(
             st.one_of(
-                texts.map(lambda text: f"/dev/null/{text}"), anything.filter(lambda x: not isinstance(x, (str, bytes)))
+                texts.map(lambda text: f"/dev/null/x{text}"), anything.filter(lambda x: not isinstance(x, (str, bytes)))
             )
         ),
-        mc.dump: of(st.one_of(texts.map(lambda text: f"/dev/null/{text}"), st.integers(), st.floats())),
+        mc.dump: of(st.one_of(texts.map(lambda text: f"/dev/null/x{text}"), st.integers(), st.floats())),
         mc.rank0_path: of(anything),
         mc.rank_path: of(anything),
-        mc.read_on_rank0: of(st.one_of(texts.map(lambda text: f"/dev/null/{text}"), st.none())),
+        mc.read_on_rank0: of(st.one_of(texts.map(lambda text: f"/dev/null/x{text}"), st.none())),
     }
 
 
