@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dl_comm._errors import ArgumentError, DTypeError
+from dl_comm._errors import ArgumentError, DTypeError, NoTensorError
 
 
 def checked_int(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
@@ -117,15 +117,15 @@ def seconds(timeout: float | None) -> float:
 
 
 def refuse_missing(entries: Sequence[Any], argument: str) -> None:
-    """Raises ArgumentError when a list of tensors has no entry, or one that is None."""
+    """Raises ArgumentError when a list of tensors has no entry, NoTensorError when one is None."""
     if not entries:
         raise ArgumentError(f"{argument} is empty; give at least one tensor")
     for index, entry in enumerate(entries):
         if entry is None:
-            raise ArgumentError(f"{argument}: entry {index} is None; pass only what exists, the same on all ranks")
+            raise NoTensorError(f"{argument}: entry {index} is None; pass only what exists, the same on all ranks")
 
 
 def refuse_masked(value: Any, argument: str) -> None:
-    """Raises ArgumentError for a masked array."""
+    """Raises NoTensorError for a masked array."""
     if isinstance(value, np.ma.MaskedArray):
-        raise ArgumentError(f"{argument} is masked, and masks may differ between ranks: pass array.filled(0)")
+        raise NoTensorError(f"{argument} is masked, and masks may differ between ranks: pass array.filled(0)")

@@ -21,6 +21,10 @@ class DTypeError(CommError, TypeError):
     """The operation does not support the element type. Nothing was done; the next call works."""
 
 
+class NoTensorError(ArgumentError, DTypeError):
+    """A tensor is None, or a masked array. Nothing was done; the next call works."""
+
+
 class StateError(CommError):
     """Called before ``init``, after ``finalize``, or in a helper process of a rank. Nothing was done."""
 
