@@ -321,6 +321,6 @@ def test_real_ranks_in_different_calls(script: Script, tmp_path: Path) -> None:
     report = analyze_dumps(tmp_path / "more")
     assert report.returncode == 1
     assert "rank 0: has made 3 calls on team 0, and waits in barrier" in report.output, report.output
-    assert "ranks 1, 2: has made 1 call on the control team, and waits in average on team 0" in report.output, (
+    assert "ranks 1, 2: has made 2 calls on the control team, and waits in average on team 0" in report.output, (
         report.output
     )

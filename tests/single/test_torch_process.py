@@ -224,4 +224,4 @@ except dl_comm.ArgumentError as error:
     print("refused:", error)
 """
     output = run(tmp_path, 1, script, DL_COMM_BUCKET_MB=given)
-    assert ("made" if given == "0.5" else "refused: DL_COMM_BUCKET_MB is 'none'") in output
+    assert ("made" if given == "0.5" else "refused: invalid DL_COMM_BUCKET_MB: 'none'") in output

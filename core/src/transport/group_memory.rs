@@ -318,6 +318,14 @@ impl ArenaRegion {
     }
 }
 
+/// What else to do about too little memory for slots.
+fn with_hint(error: Error) -> Error {
+    match error {
+        Error::System(text) => Error::System(format!("{text}; or set DL_COMM_CHUNK_KB or the number of threads lower")),
+        other => other,
+    }
+}
+
 impl RegionMemory for ArenaRegion {
     fn control(&self) -> *mut u8 {
         self.base.0
@@ -325,7 +333,7 @@ impl RegionMemory for ArenaRegion {
 
     fn make_slots(&self, _me: usize, len: usize) -> Result<u64> {
         let arenas = &self.groups.arenas;
-        let memory = self.groups.alloc(|| arenas.alloc_addresses(len))?;
+        let memory = self.groups.alloc(|| arenas.alloc_addresses(len)).map_err(with_hint)?;
         *lock(&self.slots) = Some(Memory(memory));
         let offset = arenas.offset_of(memory.addr()..memory.addr() + len);
         offset.ok_or_else(|| Error::Internal("an arena lost its memory".into()))
@@ -335,12 +343,7 @@ impl RegionMemory for ArenaRegion {
         let memory = lock(&self.slots).as_ref().map(|slots| slots.0);
         let memory = memory.ok_or_else(|| Error::Internal("the slots are not made".into()))?;
         let reserved = self.groups.alloc(|| self.groups.arenas.reserve_part(memory, &part));
-        reserved.map_err(|error| match error {
-            Error::System(text) => {
-                Error::System(format!("{text}; or set DL_COMM_CHUNK_KB or the number of threads lower"))
-            }
-            other => other,
-        })
+        reserved.map_err(with_hint)
     }
 
     fn collect(&self) {

@@ -157,10 +157,22 @@ fn join(
         let bootstrap = StoreBootstrap { rank, size, name, root, store, num_exchanges, num_bytes, finished, network };
         if rank == 0 {
             bootstrap.assemble(wait_ctx)?;
-        } else if !bootstrap.announce(wait_ctx)? {
-            continue;
+            return Ok(bootstrap);
         }
-        return Ok(bootstrap);
+        match bootstrap.announce(wait_ctx) {
+            Ok(true) => return Ok(bootstrap),
+            Ok(false) => {}
+            Err(error) => {
+                if matches!(error, Error::Timeout(_)) {
+                    // The others have the same deadline, and name the ranks that are missing. A store that is gone needs
+                    // no word.
+                    let _told = with_limits("", Some(CLEAN_UP), None, &|| None, |ctx| {
+                        bootstrap.store.fail_waits_at_end("", None, ctx)
+                    });
+                }
+                return Err(error);
+            }
+        }
     }
 }
 
@@ -304,7 +316,18 @@ impl Bootstrap for StoreBootstrap {
         self.store.fail_waits_at_end("", None, wait_ctx)?;
         let started = start_network(prepared, way, &self.name, members, wait_ctx);
         let outcome = started.as_ref().map(drop).map_err(Error::clone);
-        self.agree::<(), ()>(outcome, wait_ctx).inspect_err(|_| started.iter().for_each(StartedNetwork::leave))?;
+        // A rank may end before it has agreed. A look asks the store.
+        let looked = Cell::new(Instant::now());
+        let lost = || {
+            let is_due = looked.get().elapsed() >= FAILURE_CHECK;
+            let network = started.as_ref().ok().filter(|_| is_due)?;
+            looked.set(Instant::now());
+            network.lost().map(Error::PeerLost)
+        };
+        let (timeout, warn) = (members.config.timeout, members.config.stall_warn);
+        let failure = || interruption().or_else(lost);
+        with_limits("init_mpi", timeout, warn, &failure, |ctx| self.agree::<(), ()>(outcome, ctx))
+            .inspect_err(|_| started.iter().for_each(StartedNetwork::leave))?;
         let network = started?;
         self.network.get_or_init(|| network).network()
     }
