@@ -44,7 +44,7 @@ DRIVERS = {
     "staged, slices of a GPU": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_MIG": "3"},
     "staged, no peer access": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_NO_PEERS": "1", "FAKE_CUDA_NCCL_FAILS": "0"},
 }
-IN_GATE = ("ipc, one queue", "staged, slices of a GPU")
+IN_GATE = ("staged, slices of a GPU",)
 # Tests of test_arrays.py that cover each path.
 WAYS = (
     "path or (same_bits and f4) or many_arrays or 65537-f4 or 300001-f4 or broadcasts or freed or pool or 100-chunks "
