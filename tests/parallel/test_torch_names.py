@@ -206,7 +206,7 @@ class TestOptimizerState:
         for i, parameter in enumerate(model.parameters()):
             optimizer.state[parameter]["momentum_buffer"].fill_(i + 10 * rank)
         cdl.broadcast_optimizer_state(optimizer, size - 1)
-        assert optimizer.param_groups[0]["lr"] == 0.1 + size - 1
+        assert optimizer.param_groups[0]["lr"] == 0.1 + (size - 1)
         for i, parameter in enumerate(model.parameters()):
             assert (optimizer.state[parameter]["momentum_buffer"] == i + 10 * (size - 1)).all()
 
