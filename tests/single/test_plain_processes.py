@@ -113,8 +113,9 @@ if rank == 0:
 dl_comm.barrier()
 dl_comm.finalize()
 """
-    for process in [ranks.start(rank, 3, text, {"DL_COMM_TIMEOUT_S": "300"}) for rank in range(3)]:
-        ranks.succeeds(process)
+    processes = [ranks.start(rank, 3, text, {"DL_COMM_TIMEOUT_S": "300"}) for rank in range(3)]
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3, "\n".join(outputs)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -110,6 +110,13 @@ impl Running<'_> {
                 let member = members[(me + 1 + (looks * MEMBERS_A_LOOK + step) % (members.len() - 1)) % members.len()];
                 let Some(bytes) = self.store.try_get(&Creations::key(member), ctx)? else { continue };
                 if let Some(conflict) = self.conflict_with(member, &decode::<Vec<Creation>>(&bytes)?) {
+                    // A creation of an earlier conflict ends as soon as its rank looks.
+                    let ends = |creation: &Creation| {
+                        Ok::<_, Error>(self.store.try_get(&Self::conflict_key(creation.hash), ctx)?.is_some())
+                    };
+                    if ends(&conflict[0].1)? || ends(&conflict[1].1)? {
+                        continue;
+                    }
                     for (_, creation) in &conflict {
                         self.store.set(&Self::conflict_key(creation.hash), &encode(&conflict)?, ctx)?;
                     }

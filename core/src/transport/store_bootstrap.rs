@@ -314,15 +314,14 @@ impl Bootstrap for StoreBootstrap {
         }
         // From now on the others know more of a rank that ends than that its connection has closed.
         self.store.fail_waits_at_end("", None, wait_ctx)?;
+        let watch = prepared.watch();
         let started = start_network(prepared, way, &self.name, members, wait_ctx);
         let outcome = started.as_ref().map(drop).map_err(Error::clone);
         // A rank may end before it has agreed. A look asks the store.
         let looked = Cell::new(Instant::now());
         let lost = || {
             let is_due = looked.get().elapsed() >= FAILURE_CHECK;
-            let network = started.as_ref().ok().filter(|_| is_due)?;
-            looked.set(Instant::now());
-            network.lost().map(Error::PeerLost)
+            is_due.then(|| looked.set(Instant::now())).and_then(|()| watch()).map(Error::PeerLost)
         };
         let (timeout, warn) = (members.config.timeout, members.config.stall_warn);
         let failure = || interruption().or_else(lost);

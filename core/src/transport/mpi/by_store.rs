@@ -76,6 +76,11 @@ impl PreparedStart {
     pub fn lost(&self) -> Option<String> {
         (self.lost)()
     }
+
+    /// As [`PreparedStart::lost`], also after the start.
+    pub fn watch(&self) -> Arc<dyn Fn() -> Option<String> + Send + Sync> {
+        Arc::clone(&self.lost)
+    }
 }
 
 fn lookup(name: &str) -> Option<String> {
