@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use rustix::net::sockopt;
 use rustix::time::Timespec;
 
-use super::peer_user::{own_user, peer_user};
+use super::peer_user::{listener_user, own_user, peer_user};
 use crate::log::log_line;
 
 /// Time limit for the handshake of a connection; hosts of the job send it at once.
@@ -100,15 +100,27 @@ impl Admission {
         }
     }
 
-    /// Checks the program at the other end of a connection, as far as that is possible before its handshake.
+    /// Checks the program that has connected, as far as that is possible before its handshake.
     ///
     /// # Errors
     /// [`ErrorKind::PermissionDenied`] with the other user.
-    pub fn check(self, stream: &TcpStream) -> io::Result<()> {
+    pub fn check_caller(self, stream: &TcpStream) -> io::Result<()> {
+        self.check(|| peer_user(stream))
+    }
+
+    /// As [`Admission::check_caller`], for the program that listens at the other end.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check_listener(self, stream: &TcpStream) -> io::Result<()> {
+        self.check(|| listener_user(stream))
+    }
+
+    fn check(self, user: impl FnOnce() -> io::Result<Option<u32>>) -> io::Result<()> {
         if self != Admission::OwnUser {
             return Ok(());
         }
-        let whose = match peer_user(stream)? {
+        let whose = match user()? {
             Some(user) if user == own_user() => return Ok(()),
             Some(user) => format!("a program of user {user}"),
             None => "a program of an unknown user".to_owned(),
@@ -205,7 +217,7 @@ impl PendingConnections {
     fn accept(&mut self, socket: &TcpListener) {
         match socket.accept() {
             Ok((stream, _)) if stream.set_nonblocking(true).is_ok() => {
-                if let Err(refusal) = self.admission.check(&stream) {
+                if let Err(refusal) = self.admission.check_caller(&stream) {
                     return log_line(&format!("refused a connection: {refusal}"));
                 }
                 if self.connections.len() == MAX_PENDING {

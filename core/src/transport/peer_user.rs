@@ -9,14 +9,28 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
 /// The tables of this network namespace (proc_net(5)).
 const TABLES: [&str; 2] = ["/proc/self/net/tcp", "/proc/self/net/tcp6"];
 
-/// The user who has made the socket at the other end, if that is on this host and still there.
+/// The user of the program at the other end of `stream`, if that is on this host and still there.
 ///
 /// # Errors
 /// System errors.
 pub fn peer_user(stream: &TcpStream) -> io::Result<Option<u32>> {
     let [here, there] = [stream.local_addr()?, stream.peer_addr()?].map(plain);
-    let user = |table| Some(find(&fs::read_to_string(table).ok()?, there, here));
-    Ok(TABLES.into_iter().filter_map(user).flatten().next())
+    Ok(users(|table| find(table, there, here)))
+}
+
+/// As [`peer_user`], for the end that has called connect. A socket that its program has not accepted yet belongs to user
+/// 0 for kernels before 6.16, so this is the user of the socket that listens there.
+///
+/// # Errors
+/// System errors.
+pub fn listener_user(stream: &TcpStream) -> io::Result<Option<u32>> {
+    let there = plain(stream.peer_addr()?);
+    Ok(users(|table| find_listener(table, there)))
+}
+
+/// The first user that `find` finds in the tables.
+fn users(find: impl Fn(&str) -> Option<u32>) -> Option<u32> {
+    TABLES.into_iter().find_map(|table| find(&fs::read_to_string(table).ok()?))
 }
 
 /// This process's user.
@@ -29,19 +43,42 @@ fn plain(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 
-/// The user of the socket at `local` that is connected with `remote`. Lines have a number, both addresses, a state, two
-/// columns of queues and timers, retransmissions, and the user.
+/// The user of the socket at `local` that is connected with `remote`.
 fn find(table: &str, local: SocketAddr, remote: SocketAddr) -> Option<u32> {
-    table.lines().skip(1).find_map(|line| {
+    // A socket that is closed has no user any more.
+    rows(table).find(|row| row.local == local && row.remote == remote && row.state != TIME_WAIT).map(|row| row.user)
+}
+
+/// The user of the socket that accepts connections to `local`.
+fn find_listener(table: &str, local: SocketAddr) -> Option<u32> {
+    let accepts = |at: &SocketAddr| at.port() == local.port() && (at.ip() == local.ip() || at.ip().is_unspecified());
+    rows(table).find(|row| row.state == LISTEN && accepts(&row.local)).map(|row| row.user)
+}
+
+/// A socket of the table.
+struct Row {
+    local: SocketAddr,
+    remote: SocketAddr,
+    state: u8,
+    user: u32,
+}
+
+/// The sockets of a table. Its lines have a number, both addresses, a state, two columns of queues and timers,
+/// retransmissions, and the user.
+fn rows(table: &str) -> impl Iterator<Item = Row> {
+    table.lines().skip(1).filter_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
-        let is_it = address(fields.get(1)?)? == local && address(fields.get(2)?)? == remote;
-        // A socket that is closed has no user any more.
-        let is_open = u8::from_str_radix(fields.get(3)?, 16).is_ok_and(|state| state != TIME_WAIT);
-        if is_it && is_open { fields.get(7)?.parse().ok() } else { None }
+        Some(Row {
+            local: address(fields.get(1)?)?,
+            remote: address(fields.get(2)?)?,
+            state: u8::from_str_radix(fields.get(3)?, 16).ok()?,
+            user: fields.get(7)?.parse().ok()?,
+        })
     })
 }
 
 const TIME_WAIT: u8 = 6;
+const LISTEN: u8 = 10;
 
 /// An address of the table: words of the host's byte order in hexadecimal, a colon and the port.
 fn address(text: &str) -> Option<SocketAddr> {
@@ -73,11 +110,10 @@ mod tests {
             let target =
                 if address.starts_with("[::1]") { format!("[::1]:{port}") } else { format!("127.0.0.1:{port}") };
             let client = TcpStream::connect(target).unwrap();
+            assert_eq!(listener_user(&client).unwrap(), Some(own_user()), "{address}, before it is accepted");
             let (served, _) = listener.accept().unwrap();
             assert_eq!(peer_user(&client).unwrap(), Some(own_user()), "{address}");
             assert_eq!(peer_user(&served).unwrap(), Some(own_user()), "{address}");
-            drop(client);
-            assert!(matches!(peer_user(&served), Ok(None | Some(_)) | Err(_)));
         }
     }
 
@@ -99,5 +135,8 @@ mod tests {
             assert_eq!(find(&table, here(8079), here(8081)), Some(5));
         }
         assert_eq!(find(&table, here(8082), here(8081)), None);
+        let listening = format!("{head}{}{}", row("0100007F:1F90", "01", 0), row("00000000:1F90", "0A", 8));
+        assert_eq!(find_listener(&listening, here(8080)), Some(8));
+        assert_eq!(find_listener(&table, here(8080)), None);
     }
 }

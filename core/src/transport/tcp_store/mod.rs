@@ -161,7 +161,7 @@ impl TcpStore {
     fn dial_address(&self, address: &SocketAddr) -> io::Result<TcpStream> {
         let until = Instant::now() + ATTEMPT;
         let mut stream = TcpStream::connect_timeout(address, ATTEMPT)?;
-        self.admission.check(&stream)?;
+        self.admission.check_listener(&stream)?;
         stream.write_all(&hello(self.admission.key(), self.rank))?;
         verify_key(&mut stream, self.admission.key(), until)?;
         configure(&stream)?;
