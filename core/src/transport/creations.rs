@@ -1,6 +1,6 @@
 //! What the ranks create: groups of which each waits for a rank that waits in the creation of another one.
 //!
-//! A creation that waits says so in the store, and looks there for what its members create. If a member waits for this
+//! A creation that waits is published in the store, and looks there for what its members create. If a member waits for this
 //! rank in a creation that this rank does not make, and does not make this one, and both wait on their main threads,
 //! neither will ever come. Both groups then fail on all their members, which go on with the next generation.
 //!
@@ -19,7 +19,7 @@ use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
-/// How often a creation that waits looks at the others.
+/// How often a creation that waits looks at the others, and for a decision that ends it.
 pub(super) const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Members at which it looks each time: the store may have many clients.
@@ -51,7 +51,7 @@ pub(super) struct Creations {
     /// How many groups this process has made, by name and members.
     generations: Mutex<HashMap<u64, u64>>,
     /// Whether the store has what this process creates.
-    is_told: AtomicBool,
+    is_published: AtomicBool,
 }
 
 /// A creation of this process, which ends on drop.
@@ -64,7 +64,7 @@ pub(super) struct Running<'a> {
 impl Creations {
     /// None yet, on rank `rank` of the job.
     pub fn new(rank: usize) -> Creations {
-        Creations { rank, running: Mutex::default(), generations: Mutex::default(), is_told: AtomicBool::new(false) }
+        Creations { rank, running: Mutex::default(), generations: Mutex::default(), is_published: AtomicBool::new(false) }
     }
 
     /// Counts a group with this name and members.
@@ -97,12 +97,12 @@ impl Running<'_> {
 
     /// The conflict that ends this creation, if there is one. Looks into the store: not for every poll. `looks` counts.
     pub fn conflict(&self, looks: usize) -> Option<Error> {
-        // A store that does not answer is the business of whoever waits for a key.
+        // A store that does not answer is reported by a wait for a key.
         let found = with_limits("", Some(LOOK), None, &|| None, |ctx| {
             if let Some(bytes) = self.store.try_get(&Self::conflict_key(self.creation.hash), ctx)? {
                 return decode::<Conflict>(&bytes).map(Some);
             }
-            self.creations.is_told.store(true, Ordering::Relaxed);
+            self.creations.is_published.store(true, Ordering::Relaxed);
             self.store.set(&Creations::key(self.creations.rank), &encode(&self.creations.own())?, ctx)?;
             let members = &self.creation.members;
             let me = members.iter().position(|&member| member == self.creations.rank).unwrap_or(0);
@@ -161,14 +161,14 @@ impl Drop for Running<'_> {
         running.retain(|creation| creation.hash != self.creation.hash);
         let left = running.clone();
         drop(running);
-        if !self.creations.is_told.load(Ordering::Relaxed) {
+        if !self.creations.is_published.load(Ordering::Relaxed) {
             return;
         }
         // A store that is gone needs no cleaning.
         let key = Creations::key(self.creations.rank);
-        let _told = with_limits("", Some(LOOK), None, &|| None, |ctx| -> Result<()> {
+        let _published = with_limits("", Some(LOOK), None, &|| None, |ctx| -> Result<()> {
             if left.is_empty() {
-                self.creations.is_told.store(false, Ordering::Relaxed);
+                self.creations.is_published.store(false, Ordering::Relaxed);
                 return self.store.delete(&key, ctx);
             }
             self.store.set(&key, &encode(&left)?, ctx)
@@ -192,7 +192,7 @@ mod tests {
         let ranks: Vec<Creations> = (0..3).map(Creations::new).collect();
         let [zero, one] =
             [ranks[0].start(&store, creation(7, &[0, 1, 2], true)), ranks[1].start(&store, creation(8, &[1, 0], true))];
-        assert_eq!(zero.conflict(0), None, "rank 1 has said nothing yet");
+        assert_eq!(zero.conflict(0), None, "rank 1 has published nothing yet");
         let Some(Error::Mismatch(text)) = one.conflict(0) else { panic!("no conflict") };
         assert!(
             text.ends_with("\n  rank 0: group '7' of ranks [0, 1, 2]\n  rank 1: group '8' of ranks [1, 0]"),

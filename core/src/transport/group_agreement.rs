@@ -7,20 +7,15 @@
 //!
 //! Thread rule: any thread.
 
-use std::cell::Cell;
-use std::time::{Duration, Instant};
-
 use serde::{Deserialize, Serialize};
 
 use super::bootstrap::shortened;
+use super::interval::Interval;
 use super::store::{LOOK, Store, end_reading, missing};
 use super::wait_context::{WaitContext, with_limits};
 use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
 use crate::topology::Topology;
-
-/// How often a member that waits for something else looks for a decision that ends the wait.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// What a member has for the others; combined, what they have for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -108,8 +103,8 @@ pub(super) struct Agreement<'a> {
     pub topology: &'a Topology,
     /// Names a member in messages.
     pub name: &'a dyn Fn(usize) -> String,
-    /// When this member has last looked for an early decision.
-    pub looked: Cell<Instant>,
+    /// How often this member looks for an early decision.
+    pub looks: Interval,
 }
 
 impl Agreement<'_> {
@@ -124,13 +119,15 @@ impl Agreement<'_> {
     /// The error on which the first member has decided, if it has and if it is time to look for one: a member that waits
     /// asks this often, and the store may have many members.
     pub fn decided_error(&self) -> Option<Error> {
-        if self.topology.hosts() == 1 || self.looked.get().elapsed() < LOOK_EVERY {
+        if self.topology.hosts() == 1 {
             return None;
         }
-        self.looked.set(Instant::now());
-        let bytes = with_limits("", Some(LOOK), None, &|| None, |ctx| self.store.try_get(&self.decision_key(), ctx));
-        let decision: Stored<usize> = decode(&bytes.ok()??).ok()?;
-        restored(decision).err()
+        self.looks.run(|| {
+            let bytes =
+                with_limits("", Some(LOOK), None, &|| None, |ctx| self.store.try_get(&self.decision_key(), ctx));
+            let decision: Stored<usize> = decode(&bytes.ok()??).ok()?;
+            restored(decision).err()
+        })
     }
 
     /// Combines the outcomes of all members, if they are `Ok` and the shapes are equal. Collective over the members.
@@ -240,7 +237,9 @@ fn without_share() -> Error {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::thread;
+    use std::time::Duration;
 
+    use super::super::creations::LOOK_EVERY;
     use super::super::store::MemoryStore;
     use super::*;
 
@@ -295,7 +294,7 @@ mod tests {
                 prefix: "g".into(),
                 topology: &topology,
                 name: &name,
-                looked: Cell::new(Instant::now()),
+                looks: Interval::new(LOOK_EVERY),
             };
             let lost = || agreement.decided_error();
             // Without the decision others would wait much longer than rank 0.

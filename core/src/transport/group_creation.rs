@@ -6,13 +6,14 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::arena::PeerMemory;
 use super::creations::{Creation, LOOK_EVERY};
 use super::group_agreement::{Agreement, Share};
 use super::group_arenas::{GroupArenas, readable_processes};
 use super::group_memory::NewControl;
+use super::interval::Interval;
 use super::job::Job;
 use super::process::ProcessLiveness;
 use super::region_layout::{default_slot, max_channels, window};
@@ -88,19 +89,17 @@ impl Job {
                         on_main_thread: rustix::thread::gettid() == rustix::process::getpid(),
                     },
                 );
-                let conflicts = Cell::new((Instant::now(), 0));
+                let (interval, conflict_looks) = (Interval::new(LOOK_EVERY), Cell::new(0));
                 let conflict = || {
-                    let (looked, looks) = conflicts.get();
-                    if looked.elapsed() < LOOK_EVERY || members.size() == 1 {
+                    if members.size() == 1 {
                         return None;
                     }
-                    conflicts.set((Instant::now(), looks + 1));
-                    running.conflict(looks)
+                    interval.run(|| running.conflict(conflict_looks.replace(conflict_looks.get() + 1)))
                 };
                 let name = |member: usize| self.ranks.names[members.to_world(member)].clone();
                 let prefix = format!("group/{:016x}", key.hash());
-                let looked = Cell::new(Instant::now());
-                let agreement = Agreement { store: &*self.store, prefix, topology: &topology, name: &name, looked };
+                let looks = Interval::new(LOOK_EVERY);
+                let agreement = Agreement { store: &*self.store, prefix, topology: &topology, name: &name, looks };
                 let failed =
                     || self.lost_member(members, &what).or_else(|| agreement.decided_error()).or_else(&conflict);
                 with_limits(&what, timeout, self.ranks.config.stall_warn, &failed, |wait_ctx| {

@@ -1,11 +1,9 @@
 //! The job: what its ranks share, made at start through a [`Bootstrap`]. [`super::group_creation`] makes its groups.
 
-use std::cell::Cell;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Instant;
 
 use super::NetworkModel;
 use super::arena::Arenas;
@@ -15,6 +13,7 @@ use super::detector_links::{FAILURE_CHECK, HostAddress, Listener};
 use super::failure_detector::{FailureDetector, HostGroups, MonitoredProcess};
 use super::group_memory::GroupMemory;
 use super::hello::Admission;
+use super::interval::Interval;
 use super::mailbox::memory::arena_header;
 use super::mailbox::process_memory;
 use super::messages::MessageNetwork;
@@ -119,11 +118,8 @@ impl Job {
         let connect = |wait_ctx: &WaitContext<'_>| ranks.bootstrap.network(&members, wait_ctx);
         let network = several_hosts.then(|| ranks.with_deadline("init_mpi", || None, connect)).transpose()?;
         // A look may ask the store.
-        let looked = Cell::new(Instant::now());
-        let lost = || {
-            let is_due = looked.get().elapsed() >= FAILURE_CHECK;
-            is_due.then(|| looked.set(Instant::now())).and_then(|()| ranks.bootstrap.lost())
-        };
+        let looks = Interval::new(FAILURE_CHECK);
+        let lost = || looks.run(|| ranks.bootstrap.lost());
         let make = |wait_ctx: &WaitContext<'_>| {
             let (cpu_bounds, store_addresses) = agree_on_start(ranks, served, wait_ctx)?;
             let arenas = make_arenas(ranks, wait_ctx)?;

@@ -23,6 +23,7 @@ mod host_link;
 mod host_wait;
 pub mod in_process;
 pub mod in_process_messages;
+mod interval;
 pub mod job;
 pub mod mailbox;
 pub mod memory;

@@ -5,7 +5,6 @@
 //! other do not see each other's keys. The others find that name, and say that they are there.
 //! Thread rule: that of [`Bootstrap`].
 
-use std::cell::Cell;
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -19,6 +18,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::bootstrap::{Bootstrap, Exchanges, MAX_RECORD, Members, Network};
 use super::detector_links::{CONNECT_TIMEOUT, FAILURE_CHECK, HostAddress, Listener};
 use super::hello::Admission;
+use super::interval::Interval;
 use super::launcher::{PreparedStart, StartedNetwork, Way, Ways, prepare_start, start_network};
 use super::rank0_address::{resolve, unusable, warning_of_loopback};
 use super::ranks::{agreed, proposal};
@@ -164,9 +164,9 @@ fn join(
             Ok(false) => {}
             Err(error) => {
                 if matches!(error, Error::Timeout(_)) {
-                    // The others have the same deadline, and name the ranks that are missing. A store that is gone needs
-                    // no word.
-                    let _told = with_limits("", Some(CLEAN_UP), None, &|| None, |ctx| {
+                    // The others have the same deadline, and name the ranks that are missing. A store that is gone has
+                    // no other waits.
+                    let _ended = with_limits("", Some(CLEAN_UP), None, &|| None, |ctx| {
                         bootstrap.store.fail_waits_at_end("", None, ctx)
                     });
                 }
@@ -225,8 +225,8 @@ impl StoreBootstrap {
             Err(Error::Invalid(format!("rank {rank} was started as one of {theirs} ranks, rank 0 as one of {size}")))
         };
         let outcome = (1..size).try_for_each(arrives);
-        let told: Outcome = outcome.clone().map_err(|error| (error.code(), error.detail().to_owned()));
-        store.set("go", &encode(&told)?, wait_ctx)?;
+        let published: Outcome = outcome.clone().map_err(|error| (error.code(), error.detail().to_owned()));
+        store.set("go", &encode(&published)?, wait_ctx)?;
         outcome
     }
 
@@ -242,8 +242,8 @@ impl StoreBootstrap {
             let slice = with_limits("", Some(STALE_CHECK), None, &|| None, |ctx| store.get("go", ctx));
             match slice {
                 Ok(go) => {
-                    let told: Outcome = decode(&go)?;
-                    return told.map(|()| true).map_err(|(code, text)| Error::from_code(code, text));
+                    let published: Outcome = decode(&go)?;
+                    return published.map(|()| true).map_err(|(code, text)| Error::from_code(code, text));
                 }
                 Err(Error::Timeout(_)) => {}
                 Err(error) => return Err(error),
@@ -318,11 +318,8 @@ impl Bootstrap for StoreBootstrap {
         let started = start_network(prepared, way, &self.name, members, wait_ctx);
         let outcome = started.as_ref().map(drop).map_err(Error::clone);
         // A rank may end before it has agreed. A look asks the store.
-        let looked = Cell::new(Instant::now());
-        let lost = || {
-            let is_due = looked.get().elapsed() >= FAILURE_CHECK;
-            is_due.then(|| looked.set(Instant::now())).and_then(|()| watch()).map(Error::PeerLost)
-        };
+        let looks = Interval::new(FAILURE_CHECK);
+        let lost = || looks.run(&*watch).map(Error::PeerLost);
         let (timeout, warn) = (members.config.timeout, members.config.stall_warn);
         let failure = || interruption().or_else(lost);
         with_limits("init_mpi", timeout, warn, &failure, |ctx| self.agree::<(), ()>(outcome, ctx))
@@ -388,11 +385,8 @@ impl StoreBootstrap {
         let Members { topology, names, config, .. } = members;
         let started = Instant::now();
         // A look asks the store.
-        let looked = Cell::new(started);
-        let lost = || {
-            let is_due = looked.get().elapsed() >= FAILURE_CHECK;
-            is_due.then(|| looked.set(Instant::now())).and_then(|()| prepared.lost())
-        };
+        let looks = Interval::new(FAILURE_CHECK);
+        let lost = || looks.run(|| prepared.lost());
         if let Some(listener) = listener {
             let host = |host: usize| {
                 let leader = topology.ranks_of(host)[0];

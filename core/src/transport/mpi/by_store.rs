@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::Builder;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use mpi::Threading;
 use mpi::environment::{is_finalized, threading_support};
@@ -30,6 +30,7 @@ use crate::topology::Topology;
 use crate::transport::WaitContext;
 use crate::transport::bootstrap::{Members, Network};
 use crate::transport::detector_links::FAILURE_CHECK;
+use crate::transport::interval::Interval;
 use crate::transport::shm_region::Liveness;
 use crate::transport::start_links::StartLinks;
 use crate::transport::store::{POLL_INTERVAL, Store};
@@ -229,7 +230,7 @@ fn duplicate_world(lost: &dyn Fn() -> Option<String>, wait_ctx: &WaitContext<'_>
     let run = move || drop(sender.send(guard(duplicate)));
     let thread = Builder::new().name("dlcomm-mpi".into()).spawn(run);
     let thread = thread.map_err(Error::no_thread)?;
-    let mut looked = Instant::now();
+    let looks = Interval::new(FAILURE_CHECK);
     loop {
         match receiver.recv_timeout(POLL_INTERVAL) {
             Ok(result) => {
@@ -240,11 +241,8 @@ fn duplicate_world(lost: &dyn Fn() -> Option<String>, wait_ctx: &WaitContext<'_>
             Err(RecvTimeoutError::Disconnected) => return Err(Error::Internal("a thread ended without a word".into())),
             Err(RecvTimeoutError::Timeout) => wait_ctx.check(Duration::ZERO, &|| "the other ranks, in MPI".into())?,
         }
-        if looked.elapsed() >= FAILURE_CHECK {
-            if let Some(lost) = lost() {
-                return Err(Error::PeerLost(lost));
-            }
-            looked = Instant::now();
+        if let Some(lost) = looks.run(lost) {
+            return Err(Error::PeerLost(lost));
         }
     }
 }
