@@ -115,15 +115,15 @@ class Start:
         self, env: Mapping[str, str], position: Position, connection: int, address: str | None, port: int | None
     ) -> tuple[str, int]:
         relay = _Relay(connection, _timeout(env))
-        told = ""
+        own = ""
         if position.rank == 0:
             if not port:
                 self._held = hold_port()
-            told = f"{address or _own_address(env, position)}:{port or self._held_port()}"
+            own = f"{address or _own_address(env, position)}:{port or self._held_port()}"
         try:
-            host, _, number = relay.exchange(told).rpartition(":")
+            host, _, number = relay.exchange(own).rpartition(":")
         except (OSError, ValueError) as error:
-            raise MasterError(f"rank {position.rank}: the launcher did not tell where rank 0 is ({error})") from error
+            raise MasterError(f"rank {position.rank}: the launcher has no address of rank 0 ({error})") from error
         if (address or host, port or int(number)) != (host, int(number)):
             raise MasterError(
                 f"rank {position.rank} has MASTER_ADDR={address or host} and MASTER_PORT={port or number}, but rank 0 "
@@ -149,11 +149,11 @@ class _Relay:
         self._has_spoken = False
         self._thread = threading.Thread(target=self._run, name="dl_comm PMI", daemon=True)
 
-    def exchange(self, told: str) -> str:
-        """What rank 0 has told, which the others pass as an empty text."""
+    def exchange(self, value: str) -> str:
+        """The value of rank 0; the other ranks pass an empty text."""
         name = self._ask("cmd=get_my_kvsname")["kvsname"]
-        if told:
-            self._ask(f"cmd=put kvsname={name} key={_KEY} value={told}")
+        if value:
+            self._ask(f"cmd=put kvsname={name} key={_KEY} value={value}")
         self._ask("cmd=barrier_in")
         return self._ask(f"cmd=get kvsname={name} key={_KEY}")["value"]
 

@@ -32,7 +32,7 @@ _owners = itertools.count(1)
 # Of the threads that call init(), one connects to the store.
 _torchrun_lock = threading.RLock()
 _master_lock = threading.RLock()
-_is_master_told = False
+_is_master_known = False
 _held_port: socket.socket | None = None
 _MASTER_BYTES = 512
 CONTROL_TEAM = -1
@@ -136,20 +136,20 @@ def other_hosts() -> list[str]:
 
 def name_master(address: str, port: str) -> None:
     """Sets MASTER_ADDR and MASTER_PORT if they are missing."""
-    global _is_master_told
-    _is_master_told = True
+    global _is_master_known
+    _is_master_known = True
     _name({"MASTER_ADDR": address, "MASTER_PORT": port})
 
 
-def _tell_master() -> None:
-    """Where ranks can meet, in the environment of all ranks. Collective, once in a job."""
+def _publish_master() -> None:
+    """Sets MASTER_ADDR and MASTER_PORT on all ranks, to those of rank 0. Collective, once in a job."""
     with _master_lock:
-        if _is_master_told:
+        if _is_master_known:
             return
         text = np.zeros(_MASTER_BYTES, np.uint8)
         if _dl_comm.rank() == 0:
-            told = " ".join(master_of_rank_0(_dl_comm.hosts() == 1, other_hosts())).encode()
-            text[: len(told)] = np.frombuffer(told, np.uint8)
+            master = " ".join(master_of_rank_0(_dl_comm.hosts() == 1, other_hosts())).encode()
+            text[: len(master)] = np.frombuffer(master, np.uint8)
         if _dl_comm.size() > 1:
             _dl_comm.broadcast([text], 0, None, -1.0)
         name_master(*text.tobytes().rstrip(b"\0").decode().split())
@@ -278,9 +278,9 @@ def init(
     _dl_comm.init_teams(teams, threads)
     kept = {team: count for team, count in before.items() if 0 <= team < teams and count != threads}
     if kept and _dl_comm.rank() == 0:
-        told = ", ".join(f"team {team} keeps {count}" for team, count in kept.items())
-        print(f"dl_comm: init(nthread_per_team={threads}) holds for new teams: {told}", file=sys.stderr, flush=True)
-    _tell_master()
+        keeps = ", ".join(f"team {team} keeps {count}" for team, count in kept.items())
+        print(f"dl_comm: init(nthread_per_team={threads}) holds for new teams: {keeps}", file=sys.stderr, flush=True)
+    _publish_master()
     if framework in ("tensorflow", "keras"):
         import dl_comm.tensorflow
     elif framework == "torch":
@@ -409,11 +409,11 @@ def finalize() -> None:
     """
     from dl_comm._groups import forget_world
 
-    global _is_master_told, _held_port
+    global _is_master_known, _held_port
     forget_world()
     _dl_comm.finalize()
     with _master_lock:
-        _is_master_told = False
+        _is_master_known = False
         if _held_port is not None:
             _held_port.close()
             _held_port = None
