@@ -80,6 +80,16 @@ def launched(env: Mapping[str, str]) -> Position | None:
     return None
 
 
+def rank_of(env: Mapping[str, str]) -> int | None:
+    """The rank, also if the launcher does not tell the size."""
+    position = launched(env)
+    return (
+        position.rank
+        if position
+        else _first(env, (*(name for ranks, *_ in LAUNCHERS.values() for name in ranks), "PMIX_RANK"))
+    )
+
+
 def is_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether ``srun`` has started this process, and not only its shell."""
     step = _number(env.get("SLURM_STEP_ID"))

@@ -222,7 +222,9 @@ def test_launchers_are_distinguished() -> None:
     openmpi = launch_of({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     assert openmpi is not None
     assert (openmpi.family, openmpi.first_on_host) == ("openmpi", True)
-    slurm = launch_of({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "PMI_RANK": "1"})
+    slurm = launch_of(
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "PMI_RANK": "1"}
+    )
     assert slurm is not None
     assert (slurm.family, slurm.local_rank) == (None, 1)
     torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}

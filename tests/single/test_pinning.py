@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dl_comm._torch_variables import Position
 from dl_comm.run._child import one_gpu, visible_gpus
 from launch import Finished, run
 
@@ -32,15 +33,15 @@ def test_without_the_variable_the_devices_are_counted(tmp_path: Path) -> None:
 
 
 def test_ranks_share_gpus_and_missing_ones_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    host = {"CUDA_VISIBLE_DEVICES": "4,5", "MPI_LOCALNRANKS": "3"}
-    taken = [one_gpu({**host, "MPI_LOCALRANKID": str(rank)}, {"local": 9}) for rank in range(3)]
+    host, ranks = {"CUDA_VISIBLE_DEVICES": "4,5"}, [Position(rank, 3, rank, 3) for rank in range(3)]
+    taken = [one_gpu(host, position, 9) for position in ranks]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in taken] == ["4", "5", "4"]
     assert "3 ranks share 2 GPUs" in capsys.readouterr().err
-    assert one_gpu(host, {"local": 3}) == {}
+    assert one_gpu(host, Position(0, 3), 3) == {}
     assert "sets no local rank" in capsys.readouterr().err
-    assert one_gpu({**host, "CUDA_VISIBLE_DEVICES": "", "MPI_LOCALRANKID": "0"}, {"local": 3}) == {}
+    assert one_gpu({"CUDA_VISIBLE_DEVICES": ""}, ranks[0], 3) == {}
     assert "there is no GPU" in capsys.readouterr().err
-    assert one_gpu({**host, "CUDA_VISIBLE_DEVICES": "", "MPI_LOCALRANKID": "1"}, {"local": 3}) == {}
+    assert one_gpu({"CUDA_VISIBLE_DEVICES": ""}, ranks[1], 3) == {}
     assert capsys.readouterr().err == ""
 
 

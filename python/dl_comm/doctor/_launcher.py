@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dl_comm import _torchrun
+from dl_comm._torch_variables import launched
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,14 @@ class Launch:
         return not self.local_rank if self.local_rank is not None else not self.rank
 
 
-# Name, family, and the variables of rank, size and local rank that identify it.
-_LAUNCHERS = (
-    (
-        "Open MPI's mpirun",
-        "openmpi",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-    ),
-    ("Cray's PALS", None, "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
-    ("an mpiexec of the MPICH family", "mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("srun", None, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-)
+# Name and family of the launchers of _torch_variables that start MPI.
+_LAUNCHERS = {
+    "Open MPI": ("Open MPI's mpirun", "openmpi"),
+    "PALS": ("Cray's PALS", None),
+    "MVAPICH": ("MVAPICH's mpirun", "mpich"),
+    "Hydra": ("an mpiexec of the MPICH family", "mpich"),
+    "srun": ("srun", None),
+}
 
 # Those that start no MPI; the processes find each other by a store. DL_COMM_RANK comes before Kubernetes.
 _PLAIN = (
@@ -67,13 +63,11 @@ def launch_of(env: Mapping[str, str]) -> Launch | None:
     """
     if _torchrun.here(env):
         return _plain(env, *_PLAIN[0])
-    for launcher, family, *variables in _LAUNCHERS:
-        rank, size, local_rank = (_number(env.get(variable)) for variable in variables)
-        known = {"srun": (size or 0) > 1, "Cray's PALS": rank is not None}
-        if known.get(launcher, rank is not None or size is not None):
-            # srun may set PMI variables without a local rank.
-            local_rank = _number(env.get("SLURM_LOCALID")) if local_rank is None else local_rank
-            return Launch(launcher, family if "SLURM_PROCID" not in env else None, rank, size, local_rank)
+    position = launched(env)
+    if position and (position.launcher != "srun" or position.size > 1):
+        launcher, family = _LAUNCHERS[position.launcher]
+        family = family if "SLURM_PROCID" not in env else None
+        return Launch(launcher, family, position.rank, position.size, position.local_rank)
     if "DL_COMM_SIZE" in env and "DL_COMM_ADDR" in env and env.get("DL_COMM_ALONE", "").strip() != "1":
         for plain in _PLAIN[:0:-1]:
             if plain[1] in env:

@@ -39,12 +39,8 @@ if __name__ == "__main__":
     # Only for the modules of this package: those of the program's environment must not be found.
     sys.path.append(str(Path(__file__).parents[2]))
 from dl_comm._master import MasterError, Start
-from dl_comm._torch_variables import Position, launched
+from dl_comm._torch_variables import Position, launched, rank_of
 
-# Slurm's come last: they are also set in the shell of a job.
-RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
-LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 FORWARDED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT")
 TOKEN_BYTES = 32  # length of the token that begins a connection to dl-comm-run
 TAIL_LINES = 30
@@ -62,7 +58,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def main() -> NoReturn:
     """Runs the program on the command line with the settings in ``DL_COMM_RUN_CONFIG``."""
     job = json.loads(base64.urlsafe_b64decode(os.environ.pop("DL_COMM_RUN_CONFIG")))
-    rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
+    position = position_of(os.environ, job)
+    rank = position.rank
     out, err, life = os.pipe(), os.pipe(), os.pipe()
     forwarder = os.fork()
     if forwarder == 0:
@@ -74,8 +71,8 @@ def main() -> NoReturn:
         os._exit(0)
     for reader in (out[0], err[0], life[0]):
         os.close(reader)
-    env = environment(job)
-    start = torch_start(env, job, rank, err[1])
+    env = environment(job, position)
+    start = torch_start(env, job, position, err[1])
     end: dict[str, Any] = {"status": 1, "signal": 0, "asked": 0, "pid": 0, "seconds": 0.0, "oom": False}
     if start is not None:
         variables = start.apply(env)
@@ -109,12 +106,17 @@ def write_note(life: int, note: dict[str, Any]) -> None:
         os.write(life, json.dumps(note).encode() + b"\n")
 
 
-def torch_start(env: Mapping[str, str], job: dict[str, Any], rank: int, err: int) -> Start | None:
-    """The variables that name this rank to torch; None after an error, which is written to ``err``."""
+def position_of(env: Mapping[str, str], job: dict[str, Any]) -> Position:
+    """The position of this rank."""
     # A launcher of kind "plain" may tell the rank only.
-    position = launched(env) or Position(rank, job["size"] or 1, launcher="the launcher")
+    position = launched(env) or Position(rank_of(env) or 0, job["size"] or 1, launcher="the launcher")
     if position.local_size is None and job["here"]:
         position = position._replace(local_rank=position.rank, local_size=position.size)
+    return position
+
+
+def torch_start(env: Mapping[str, str], job: dict[str, Any], position: Position, err: int) -> Start | None:
+    """The variables that name this rank to torch; None after an error, which is written to ``err``."""
     try:
         return Start(env, position, job["master"] and tuple(job["master"]), is_needed=False)
     except MasterError as error:
@@ -135,29 +137,32 @@ def visible_gpus(environ: Mapping[str, str] = os.environ, devices: Path = Path("
     return [str(i) for i in range(sum(number.isdecimal() for number in numbers))]
 
 
-def one_gpu(environ: Mapping[str, str], job: dict[str, Any]) -> dict[str, str]:
-    """The variable that selects the GPU of a rank; empty without a GPU or a known local rank."""
-    local = next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdecimal()), None)
+def one_gpu(environ: Mapping[str, str], position: Position, local_size: int) -> dict[str, str]:
+    """The variable that selects the GPU of a rank; empty without a GPU or a known local rank.
+
+    ``local_size``: the ranks of this host if the launcher does not tell.
+    """
+    local = position.local_rank
     gpus = visible_gpus(environ)
     if local is None or not gpus:
         if local in (None, 0):
             why = "there is no GPU" if not gpus else "the launcher sets no local rank"
             print(f"dl-comm-run: --pin-gpu does nothing on {socket.gethostname()}: {why}", file=sys.stderr)
         return {}
-    size = next((int(environ[name]) for name in LOCAL_SIZES if environ.get(name, "").isdecimal()), job["local"])
+    size = position.local_size or local_size
     if local == 0 and size > len(gpus):
         shared = "a GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
         print(f"dl-comm-run: {size} ranks share {shared} on {socket.gethostname()}", file=sys.stderr)
     return {"CUDA_VISIBLE_DEVICES": gpus[local % len(gpus)]}
 
 
-def environment(job: dict[str, Any]) -> dict[str, str]:
+def environment(job: dict[str, Any], position: Position) -> dict[str, str]:
     """The program's environment: unbuffered output, and Python's stack after a fatal signal."""
     found = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
     if job.get("pin_gpu"):
-        found |= one_gpu(found, job)
+        found |= one_gpu(found, position, job["local"])
     if "OMP_NUM_THREADS" not in found:
-        local = next((int(found[name]) for name in LOCAL_SIZES if found.get(name, "").isdecimal()), job["local"])
+        local = position.local_size or job["local"]
         allowed = len(os.sched_getaffinity(0))
         # A bound rank owns its processors; otherwise the ranks of the host share them.
         share = (os.cpu_count() or 1) // local if job["bound"] else allowed // local
