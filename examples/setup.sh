@@ -50,7 +50,8 @@ if [[ " $* " == *" torch "* ]] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null &&
   cpu=$(pip index versions torch 2>/dev/null | grep -o '[0-9.]*+cpu' | head -n 1 || true)
   [ -z "$cpu" ] || frameworks=("${frameworks[@]/%torch/torch==$cpu}")
 fi
-[ ${#frameworks[@]} -eq 0 ] || pip install "${frameworks[@]}"
+# Most modules are never imported: Python compiles those that are, the first time.
+[ ${#frameworks[@]} -eq 0 ] || pip install --no-compile "${frameworks[@]}"
 while kill -0 "$building" 2>/dev/null; do
   [ $(((SECONDS - since) % 10)) -ne 0 ] || echo "dl_comm: building the core, $((SECONDS - since)) s"
   sleep 1
@@ -58,5 +59,5 @@ done
 wait "$building" || { cat "$wheels/log" >&2 && lacks "the core could not be built"; }
 # The wheel of another state of this checkout has the same version.
 pip install -q --no-deps --force-reinstall "$wheels"/dl_comm-*.whl
-pip install "$(echo "$wheels"/dl_comm-*.whl)${extras:+[$extras]}"
+pip install --no-compile "$(echo "$wheels"/dl_comm-*.whl)${extras:+[$extras]}"
 case " $* " in *" test "* | *" tf1 "*) pip install --no-deps "tf_keras>=2.16" ;; esac

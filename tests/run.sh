@@ -31,7 +31,7 @@ export CARGO_INCREMENTAL=0
 if [ $# -eq 0 ] || [ "$1" = fast ]; then
   # First the tools and what Rust needs, so that its checks run while the frameworks are downloaded.
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-  "$venv/bin/python" -m pip install -q --disable-pip-version-check -r <("$venv/bin/python" tests/tools.py)
+  "$venv/bin/python" -m pip install -q --no-compile --disable-pip-version-check -r <("$venv/bin/python" tests/tools.py)
 fi
 export VENV=$venv
 exec "$venv/bin/python" tests/gate.py "$@"

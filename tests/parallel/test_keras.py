@@ -370,8 +370,11 @@ def test_mixed_precision_is_refused_by_compile_or_works(rank, size):
         keras.config.set_dtype_policy(before)
 
 
-@pytest.mark.parametrize("callback", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "callback"),
+    [(name, False) for name in OPTIMIZERS]
+    + [pytest.param(name, True, marks=[pytest.mark.heavy] if name != "adamw" else []) for name in OPTIMIZERS],
+)
 def test_fit_starts_from_rank_0_by_itself(rank, size, name, callback):
     x, y = samples(size)
     alone = model_from(0)

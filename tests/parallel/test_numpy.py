@@ -15,7 +15,7 @@ def mean_of_ranks(size: int) -> float:
     return (size - 1) / 2
 
 
-@pytest.mark.costly
+@pytest.mark.heavy
 @pytest.mark.timeout(400)
 def test_one_array_past_two_to_the_31_elements(rank: int, size: int) -> None:
     if size > 2:

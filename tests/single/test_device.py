@@ -44,7 +44,6 @@ DRIVERS = {
     "staged, slices of a GPU": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_MIG": "3"},
     "staged, no peer access": {"FAKE_CUDA_DEVICES": "3", "FAKE_CUDA_NO_PEERS": "1", "FAKE_CUDA_NCCL_FAILS": "0"},
 }
-IN_GATE = ("staged, slices of a GPU",)
 # Tests of test_arrays.py that cover each path.
 WAYS = (
     "path or (same_bits and f4) or many_arrays or 65537-f4 or 300001-f4 or broadcasts or freed or pool or 100-chunks "
@@ -111,9 +110,8 @@ def test_ranks_that_join(fake_cuda: Path, ranks: int, path: str) -> None:
     assert not finished.left
 
 
-@pytest.mark.parametrize(
-    "driver", [name if name in IN_GATE else pytest.param(name, marks=pytest.mark.heavy) for name in DRIVERS]
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("driver", DRIVERS)
 def test_results_with_other_drivers(fake_cuda: Path, tmp_path: Path, driver: str) -> None:
     settings = {name: str(tmp_path) if value == "DISK" else value for name, value in DRIVERS[driver].items()}
     settings |= {**SLOW, "PATH_EXPECTED": driver.split(",")[0]}

@@ -44,6 +44,7 @@ def test_training_is_resumed(tmp_path: Path, script: str, launcher: str) -> None
     assert 2.5 < float(slopes[0]) < 3.1
 
 
+@pytest.mark.heavy
 def test_torchrun_starts_again_after_a_failure(tmp_path: Path) -> None:
     program, checkpoint = tmp_path / "fails_once.py", tmp_path / "model.pt"
     program.write_text(

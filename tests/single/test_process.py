@@ -100,7 +100,9 @@ def test_finalize_twice_and_use_around_it(script: Script) -> None:
     assert finished.returncode == 0
 
 
-@pytest.mark.parametrize("module", ["dl_comm", "dl_comm.torch", "dl_comm.tensorflow", "ml_comm"])
+@pytest.mark.parametrize(
+    "module", ["dl_comm", "dl_comm.torch", pytest.param("dl_comm.tensorflow", marks=pytest.mark.heavy), "ml_comm"]
+)
 def test_ranks_are_known_without_init(script: Script, module: str) -> None:
     """In every module alike. Communication needs `init` all the same."""
     pytest.importorskip(module.removeprefix("dl_comm.") if "." in module else "numpy")
