@@ -64,7 +64,12 @@ pub(super) struct Running<'a> {
 impl Creations {
     /// None yet, on rank `rank` of the job.
     pub fn new(rank: usize) -> Creations {
-        Creations { rank, running: Mutex::default(), generations: Mutex::default(), is_published: AtomicBool::new(false) }
+        Creations {
+            rank,
+            running: Mutex::default(),
+            generations: Mutex::default(),
+            is_published: AtomicBool::new(false),
+        }
     }
 
     /// Counts a group with this name and members.
