@@ -13,9 +13,9 @@ use crate::group::{BlockedCaller, CallOptions, MessageOptions, Timeout};
 use crate::lock::lock;
 use crate::p2p::{Spans, Status, Then};
 use crate::plugin::{OnResult, ResultBuffer, StepOptions};
-use crate::runtime::collectives::{self, Request, SmallCall, group_of_number, group_of_team};
+use crate::runtime::collectives::{self, Request, SmallCall};
 use crate::runtime::point_to_point;
-use crate::runtime::{self, CONTROL};
+use crate::runtime::{self, CONTROL, group_of_number, group_of_team};
 use crate::transport::gpu;
 
 #[cxx::bridge(namespace = "dl_comm")]

@@ -33,6 +33,7 @@ from dl_comm._errors import (
 )
 from dl_comm._groups import Group, Status, Work, join, split
 from dl_comm._memory import shared_memory, shared_zeros
+from dl_comm._methods import world
 from dl_comm._metrics import average_metrics
 from dl_comm._objects import all_gather_object, broadcast_object, gather_object
 from dl_comm._ops import (
@@ -146,6 +147,7 @@ __all__ = [
     "timeline",
     "topology",
     "training",
+    "world",
     "write_on_rank0",
 ]
 

@@ -16,6 +16,8 @@ from dl_comm import _dl_comm
 from dl_comm._agreement import failing_together
 from dl_comm._checks import checked_path
 from dl_comm._errors import ArgumentError, CommError
+from dl_comm._groups import Group, given, unless_world
+from dl_comm._ops import broadcast_in
 from dl_comm._process import get_rank
 
 Location = str | os.PathLike[str]
@@ -35,7 +37,7 @@ def rank_path(path: Location) -> Path:
     return path.with_name(f"{path.stem}.rank{get_rank()}{path.suffix}")
 
 
-def write_on_rank0(path: Location, write: Callable[[Path], Any]) -> None:
+def write_on_rank0(path: Location, write: Callable[[Path], Any], *, group: Group | None = None) -> None:
     """Writes a file on rank 0; the other ranks wait until it exists. Collective.
 
     Args:
@@ -43,13 +45,15 @@ def write_on_rank0(path: Location, write: Callable[[Path], Any]) -> None:
             ``/dev/null`` or a pipe stays, and is written to.
         write: Called on rank 0 only, with a temporary path in the same folder and with the same suffix. It creates that
             file. It must not call collective functions.
+        group: The ranks that take part, of which rank 0 writes; None: all.
 
     Raises:
         CommError: On other ranks, when rank 0 failed; rank 0 raises its own exception. An existing file stays.
         TimeoutError: Writing took longer than ``DL_COMM_TIMEOUT_S``.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    path = _checked(path, "write_on_rank0")
+    group = unless_world(group)
+    path = _checked(path, "write_on_rank0", group)
 
     def replace() -> None:
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -64,35 +68,40 @@ def write_on_rank0(path: Location, write: Callable[[Path], Any]) -> None:
         finally:
             unfinished.unlink(missing_ok=True)
 
-    _on_rank0(replace, f"write {path}")
+    _on_rank0(replace, f"write {path}", group)
 
 
-def read_on_rank0(path: Location) -> bytes:
+def read_on_rank0(path: Location, *, group: Group | None = None) -> bytes:
     """The content of a file that rank 0 reads, on all ranks. Collective.
+
+    Args:
+        path: The file.
+        group: The ranks that take part, of which rank 0 reads; None: all.
 
     Raises:
         CommError: On other ranks, when rank 0 failed; rank 0 raises its own exception.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    content = _on_rank0(_checked(path, "read_on_rank0").read_bytes, f"read {path}")
-    return _bytes_of_rank0(content, "read_on_rank0")
+    group = unless_world(group)
+    content = _on_rank0(_checked(path, "read_on_rank0", group).read_bytes, f"read {path}", group)
+    return _bytes_of_rank0(content, "read_on_rank0", group)
 
 
-def _checked(path: Any, function: str) -> Path:
-    with failing_together(function):
+def _checked(path: Any, function: str, group: Group | None) -> Path:
+    with failing_together(function, None if group is None else given(group)):
         return Path(checked_path("path", path))
 
 
-def _on_rank0(action: Callable[[], Any], description: str) -> Any:
+def _on_rank0(action: Callable[[], Any], description: str, group: Group | None) -> Any:
     """The result of ``action`` on rank 0; None on other ranks. Its exception raises one on every rank."""
     name, result, failure = description.partition(" ")[0] + "_on_rank0", None, None
-    if get_rank() == 0:
+    if _is_first(group):
         try:
             result = action()
         except Exception as error:
             failure = error
     text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    text = _bytes_of_rank0(text.encode(errors="replace"), f"{name}: outcome").decode()
+    text = _bytes_of_rank0(text.encode(errors="replace"), f"{name}: outcome", group).decode()
     if failure is not None:
         raise failure
     if text:
@@ -100,11 +109,22 @@ def _on_rank0(action: Callable[[], Any], description: str) -> Any:
     return result
 
 
-def _bytes_of_rank0(content: bytes | None, name: str) -> bytes:
-    mine = get_rank() == 0
+def _broadcast(array: np.ndarray, name: str, group: Group | None) -> None:
+    if group is None:
+        _dl_comm.broadcast([array], 0, name)
+    else:
+        broadcast_in([array], 0, group, name=name)
+
+
+def _is_first(group: Group | None) -> bool:
+    return (get_rank() if group is None else group.rank) == 0
+
+
+def _bytes_of_rank0(content: bytes | None, name: str, group: Group | None) -> bytes:
+    mine = _is_first(group)
     length = np.array([len(content) if mine and content is not None else 0])
-    _dl_comm.broadcast([length], 0, f"{name}, length")
+    _broadcast(length, f"{name}, length", group)
     data = np.frombuffer(content or b"", np.uint8).copy() if mine else np.empty(int(length[0]), np.uint8)
     if length[0]:
-        _dl_comm.broadcast([data], 0, name)
+        _broadcast(data, name, group)
     return content if mine and content is not None else data.tobytes()

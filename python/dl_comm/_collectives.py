@@ -13,7 +13,7 @@ from dl_comm._agreement import failing_together
 from dl_comm._binding import binding_of
 from dl_comm._checks import checked_name, checked_root, checked_team, seconds
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import Group, is_routed
+from dl_comm._groups import Group, averaging_team, checked_place, is_routed, unless_world
 from dl_comm._memory import new_result_like
 from dl_comm._ops import broadcast_in
 from dl_comm._process import CONTROL_TEAM
@@ -27,11 +27,12 @@ def gradients(
     tensors: Sequence[Any],
     team: int = 0,
     *,
+    group: Group | None = None,
     name: str | None = None,
     timeout: float | None = None,
     out: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """The mean of every tensor over all ranks. Collective.
+    """The mean of every tensor over all ranks, or over those of a group. Collective.
 
     Args:
         tensors: A list of NumPy arrays (C-contiguous), TensorFlow tensors or variables, torch tensors, or GPU arrays
@@ -40,6 +41,7 @@ def gradients(
             of the model passes a list of such lists, one per replica (tower), with equal shapes and types: the mean is
             over all towers of all ranks.
         team: The number of the team.
+        group: The ranks that take part, instead of a team; a group has no schedule.
         name: A name that must be the same on all ranks; error messages contain it. On a team with a schedule it
             distinguishes lists of equal types and shapes, for example of two networks.
         timeout: The deadline of this call in seconds (0: no limit), instead of the team's.
@@ -61,7 +63,7 @@ def gradients(
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     limit = seconds(timeout)
-    team = checked_team(team)
+    team = checked_team(team) if group is None else checked_place(group, team)
     if name is not None:
         checked_name(name)
     # Fast path: the checks below cost more than a small call.
@@ -75,7 +77,7 @@ def gradients(
         if out is not None:
             raise ArgumentError("out is for NumPy and GPU arrays; framework tensors get new tensors")
         given = flat if towers is None else in_towers(flat, towers)
-        return list(framework.gradients(given, team, name=name, timeout=timeout))
+        return list(framework.gradients(given, max(team, 0), group=group, name=name, timeout=timeout))
     if not all_numpy and _cuda_arrays.all_on_gpu(flat):
         if towers is not None:
             raise ArgumentError("GPU arrays have no towers: pass one list, and run one process per GPU")
@@ -158,7 +160,7 @@ def broadcast(
         MismatchError: The ranks issued different collectives.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    limit = seconds(timeout)
+    limit, group = seconds(timeout), unless_world(group)
     tensors = _listed(tensors, "broadcast")
     framework = binding_of(tensors)
     if framework is not None:
@@ -180,12 +182,13 @@ def broadcast(
     return tensors
 
 
-def average(value: Any) -> Any:
-    """The mean of a metric over all ranks, without a graph or a team. Collective.
+def average(value: Any, *, group: Group | None = None) -> Any:
+    """The mean of a metric over the ranks, without a graph or a team. Collective.
 
     Args:
         value: A NumPy array (overwritten and returned), a TensorFlow or torch tensor (returns a new tensor), or a
             number (returns a float). Means of integers and bools are new float64 arrays and tensors, without rounding.
+        group: The ranks that take part; None: all.
 
     Raises:
         ArgumentError: The array is not contiguous, read-only or masked.
@@ -195,10 +198,12 @@ def average(value: Any) -> Any:
     """
     framework = None if isinstance(value, np.ndarray) else binding_of([value])
     if framework is not None:
-        return framework.average(value)
-    with failing_together("average"):
+        return framework.average(value, group=group)
+    group = unless_world(group)
+    team = averaging_team(group, CONTROL_TEAM)
+    with failing_together("average", group):
         array = _metric(value)
-    _dl_comm.average([array], [array], CONTROL_TEAM)
+    _dl_comm.average([array], [array], team)
     return array if isinstance(value, np.ndarray) else float(array[0])
 
 

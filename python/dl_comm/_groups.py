@@ -6,16 +6,23 @@ Thread rule: any thread may use every object.
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import operator
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from dl_comm import _dl_comm
-from dl_comm._checks import checked_int, checked_ints, checked_text, seconds
+from dl_comm._checks import checked_int, checked_ints, checked_team, checked_text, seconds
 from dl_comm._errors import ArgumentError, StateError
+
+if TYPE_CHECKING:
+    from dl_comm._checkpoint import Location
+    from dl_comm._communicators import Grid
 
 Result = TypeVar("Result")
 
@@ -144,6 +151,23 @@ class Group:
         """The number by which the ops of PyTorch and TensorFlow name the group in this process."""
         return self._number
 
+    @property
+    def local_rank(self) -> int:
+        """This process's number among the ranks of the group on its host."""
+        here = _hosts_of(self.ranks)
+        return here[: self.rank].count(here[self.rank])
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks of the group on this host."""
+        here = _hosts_of(self.ranks)
+        return here.count(here[self.rank])
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts that have ranks of the group."""
+        return len(set(_hosts_of(self.ranks)))
+
     def free(self) -> None:
         """Ends the group on this rank, after its started calls. A second call does nothing."""
         self._handle = None
@@ -158,6 +182,196 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<dl_comm.Group {self._name!r}: rank {self.rank} of {self.size}>"
+
+    if TYPE_CHECKING:
+        # `_methods` adds them: the functions of `dl_comm` with these names, which document them, on this group.
+        def allreduce(
+            self,
+            x: Any,
+            op: str = "sum",
+            *,
+            name: str | None = None,
+            timeout: float | None = None,
+            out: Any = None,
+            prescale: float = 1.0,
+            postscale: float = 1.0,
+            async_op: bool = False,
+        ) -> Any:
+            """The reduction of the arrays of all ranks, on every rank. As ``dl_comm.allreduce``."""
+
+        def reduce(
+            self,
+            x: Any,
+            root: int = 0,
+            op: str = "sum",
+            *,
+            name: str | None = None,
+            timeout: float | None = None,
+            out: Any = None,
+            async_op: bool = False,
+        ) -> Any:
+            """The reduction of the arrays of all ranks, on rank ``root``; None elsewhere. As ``dl_comm.reduce``."""
+
+        def all_gather(
+            self,
+            x: Any,
+            *,
+            name: str | None = None,
+            timeout: float | None = None,
+            out: Any = None,
+            counts: Sequence[int] | None = None,
+            ragged: bool = False,
+            async_op: bool = False,
+        ) -> Any:
+            """The arrays of all ranks, joined along the first axis. As ``dl_comm.all_gather``."""
+
+        def gather(
+            self,
+            x: Any,
+            root: int = 0,
+            *,
+            name: str | None = None,
+            timeout: float | None = None,
+            out: Any = None,
+            counts: Sequence[int] | None = None,
+            ragged: bool = False,
+            async_op: bool = False,
+        ) -> Any:
+            """The arrays of all ranks, joined, on rank ``root``; None elsewhere. As ``dl_comm.gather``."""
+
+        def scatter(
+            self,
+            x: Any,
+            root: int = 0,
+            *,
+            out: Any = None,
+            name: str | None = None,
+            timeout: float | None = None,
+            counts: Sequence[int] | None = None,
+            async_op: bool = False,
+        ) -> Any:
+            """The block of this rank of the arrays of rank ``root``. As ``dl_comm.scatter``."""
+
+        def reduce_scatter(
+            self,
+            x: Any,
+            op: str = "sum",
+            *,
+            name: str | None = None,
+            timeout: float | None = None,
+            out: Any = None,
+            counts: Sequence[int] | None = None,
+            prescale: float = 1.0,
+            postscale: float = 1.0,
+            async_op: bool = False,
+        ) -> Any:
+            """The block of this rank of the reduction. As ``dl_comm.reduce_scatter``."""
+
+        def all_to_all(
+            self,
+            x: Any,
+            *,
+            name: str | None = None,
+            timeout: float | None = None,
+            out: Any = None,
+            send_counts: Sequence[int] | None = None,
+            receive_counts: Sequence[int] | None = None,
+            async_op: bool = False,
+        ) -> Any:
+            """The blocks that all ranks send to this one. As ``dl_comm.all_to_all``."""
+
+        def send(
+            self,
+            x: Any,
+            dest: int,
+            tag: int = 0,
+            *,
+            name: str | None = None,
+            timeout: float | None = None,
+            async_op: bool = False,
+        ) -> Any:
+            """Sends arrays to rank ``dest``. As ``dl_comm.send``."""
+
+        def recv(
+            self,
+            out: Any,
+            source: int | None = None,
+            tag: int | None = None,
+            *,
+            name: str | None = None,
+            timeout: float | None = None,
+            async_op: bool = False,
+        ) -> Any:
+            """Receives a message into arrays. As ``dl_comm.recv``."""
+
+        def sendrecv(
+            self,
+            x: Any,
+            dest: int,
+            out: Any,
+            source: int | None = None,
+            *,
+            send_tag: int = 0,
+            recv_tag: int | None = None,
+            name: str | None = None,
+            timeout: float | None = None,
+        ) -> Status:
+            """Sends ``x`` and receives into ``out`` at the same time. As ``dl_comm.sendrecv``."""
+
+        def broadcast(
+            self, tensors: Sequence[Any], root: int = 0, *, timeout: float | None = None, async_op: bool = False
+        ) -> Any:
+            """The values of rank ``root``, on all ranks, in place. As ``dl_comm.broadcast``."""
+
+        def barrier(self, *, timeout: float | None = None) -> None:
+            """Returns when every rank has called it. As ``dl_comm.barrier``."""
+
+        def gradients(
+            self,
+            tensors: Sequence[Any],
+            *,
+            name: str | None = None,
+            timeout: float | None = None,
+            out: Sequence[Any] | None = None,
+        ) -> list[Any]:
+            """The mean of every tensor, as in training; no schedule. As ``dl_comm.gradients``."""
+
+        def average(self, value: Any) -> Any:
+            """The mean of a metric. As ``dl_comm.average``."""
+
+        def average_metrics(self, metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str, float]:
+            """The means of named numbers. As ``dl_comm.average_metrics``."""
+
+        def all_gather_object(self, obj: Any) -> list[Any]:
+            """The picklable objects of all ranks. As ``dl_comm.all_gather_object``."""
+
+        def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
+            """The picklable objects of all ranks, on rank ``root``; None elsewhere. As ``dl_comm.gather_object``."""
+
+        def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
+            """The picklable object of rank ``root``. As ``dl_comm.broadcast_object``."""
+
+        def read_on_rank0(self, path: Location) -> bytes:
+            """The content of a file that rank 0 reads. As ``dl_comm.read_on_rank0``."""
+
+        def write_on_rank0(self, path: Location, write: Callable[[Path], Any]) -> None:
+            """Writes a file on rank 0; the others wait. As ``dl_comm.write_on_rank0``."""
+
+        def join(self, *, timeout: float | None = None) -> int:
+            """For ranks with less data than others. As ``dl_comm.join``."""
+
+        def split(self, color: int | None, key: int = 0, *, name: str = "") -> Group | None:
+            """The group of the ranks with the same ``color``. As ``dl_comm.split``."""
+
+        def grid(self, **axes: int) -> Grid:
+            """A grid of the ranks with named axes. As ``dl_comm.grid``."""
+
+
+@functools.lru_cache(256)
+def _hosts_of(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers of the hosts of these ranks of the job."""
+    hosts = {each["rank"]: each["host_index"] for each in json.loads(_dl_comm.describe())["ranks"]}
+    return tuple(hosts[rank] for rank in ranks)
 
 
 _world: Group | None = None
@@ -197,6 +411,7 @@ def forget_world() -> None:
     """After ``finalize``: the next use finds the group of a new start."""
     global _world
     _world = None
+    _hosts_of.cache_clear()
     set_route(None)
     for forget in on_end:
         forget()
@@ -209,6 +424,31 @@ def given(group: Group | None, collective: int = 0, *, device: str = "cpu", asyn
     if not isinstance(group, Group):
         raise ArgumentError(f"invalid group: {group!r} (expected a dl_comm.Group, or None for all ranks)")
     return group
+
+
+def checked_place(group: Group | None, team: Any) -> int:
+    """The number by which the core's averages know ``group``, or ``team`` if there is none.
+
+    Raises ArgumentError when both are given, and those of ``checked_team`` and ``averaging_team``.
+    """
+    number = checked_team(team)
+    if group is not None and number:
+        raise ArgumentError(f"give group or team, not both (team is {number})")
+    return averaging_team(group, number)
+
+
+def unless_world(group: Group | None) -> Group | None:
+    """None for the group of all ranks, whose calls are those without a group, unless these go elsewhere."""
+    return None if group is not None and group is _world and _route is None else group
+
+
+def averaging_team(group: Group | None, team: int) -> int:
+    """The number by which the core's averages know ``group``; None: that of ``team``.
+
+    Raises ArgumentError when it is not a group; a call on one that was freed raises.
+    """
+    # As runtime/state.rs: below the number of the control team.
+    return team if group is None or group is _world else -1 - given(group).number
 
 
 def split(color: int | None, key: int = 0, *, group: Group | None = None, name: str = "") -> Group | None:
@@ -272,6 +512,7 @@ def join(*, group: Group | None = None, timeout: float | None = None) -> int:
             communicators or the selector, which must be joined by ``group``.
     """
     global joins
+    group = unless_world(group)
     if group is None and is_routed():
         raise StateError("join() joins the teams, but a communicator or the selector has other groups: give group=")
     last = _dl_comm.join(None if group is None else given(group).handle, max(seconds(timeout), 0.0))

@@ -15,17 +15,19 @@ from dl_comm import _dl_comm
 from dl_comm._agreement import failing_together
 from dl_comm._checks import checked_float
 from dl_comm._errors import ArgumentError, DTypeError
+from dl_comm._groups import Group, averaging_team, unless_world
 from dl_comm._process import CONTROL_TEAM
 
 
-def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str, float]:
-    """The means of named numbers over all ranks, in one call. Collective.
+def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0, *, group: Group | None = None) -> dict[str, float]:
+    """The means of named numbers over the ranks, in one call. Collective.
 
     Args:
         metrics: Names and numbers: Python or NumPy numbers, or tensors with one element of any framework. The same
             names on all ranks, in any order. The mean is computed in float64, so counts are not rounded; NaN stays NaN.
         weight: The weight of this rank, for example its number of samples. The numbers of a rank of weight 0 are
             ignored.
+        group: The ranks that take part; None: all.
 
     Returns:
         The names, in the order of ``metrics``, with their means as floats: sum(weight * number) / sum(weight).
@@ -36,14 +38,16 @@ def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str
         MismatchError: The ranks passed different names; the message lists them.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    with failing_together("average_metrics"):
+    group = unless_world(group)
+    team = averaging_team(group, CONTROL_TEAM)
+    with failing_together("average_metrics", group):
         numbers, weight = _checked(metrics, weight)
     names = sorted(numbers)
     # A rank without samples often has NaN metrics, and 0 * NaN is NaN.
     products = [weight * numbers[name] if weight else 0.0 for name in names]
     means = np.array([*products, weight], np.float64)
     # The names are part of the call's name, which the ranks must agree on.
-    _dl_comm.average([means], [means], CONTROL_TEAM, f"average_metrics({', '.join(map(repr, names))})")
+    _dl_comm.average([means], [means], team, f"average_metrics({', '.join(map(repr, names))})")
     if means[-1] == 0:
         raise ArgumentError("the weight is 0 on all ranks; at least one must be positive")
     by_name = dict(zip(names, (means[:-1] / means[-1]).tolist(), strict=True))

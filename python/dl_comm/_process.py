@@ -13,7 +13,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,11 +22,9 @@ from dl_comm._checks import checked_int, checked_team, seconds
 from dl_comm._diagnosis import stats
 from dl_comm._errors import ArgumentError, StateError, translate
 from dl_comm._file_store import guarded
+from dl_comm._groups import Group, checked_place, is_routed, unless_world
 from dl_comm._network import addresses
 from dl_comm._torch_variables import Position, given, hold_port, name_rank
-
-if TYPE_CHECKING:
-    from dl_comm._groups import Group
 
 _owners = itertools.count(1)
 # Of the threads that call init(), one connects to the store.
@@ -383,6 +381,28 @@ def start_team(
     config_team(team, 0, int(warmup * steps), steps, verb, freq)
 
 
+def start_averages(
+    group: Group | None,
+    team: Any,
+    nteam: int,
+    nthread_per_team: int,
+    nstep: int | None,
+    warmup: float,
+    verb: int,
+    freq: int,
+) -> int:
+    """Starts what an optimizer averages on, as ``start_team``, and returns its number for the core.
+
+    Raises ArgumentError when ``group`` is given together with a team or a schedule.
+    """
+    place = checked_place(group, team)
+    if place >= 0:
+        start_team(place, nteam, nthread_per_team, nstep, warmup, verb, freq)
+    elif nstep is not None:
+        raise ArgumentError("give group or nstep, not both: a group has no schedule")
+    return place
+
+
 def create_team(team: int, nthreads: int = 2, prec_level: int = 0) -> None:
     """Creates a team. Collective.
 
@@ -474,9 +494,7 @@ def barrier(*, timeout: float | None = None, group: Group | None = None) -> None
         TimeoutError: A rank missed the deadline.
         PeerLostError: A rank has ended.
     """
-    from dl_comm._groups import is_routed
-
-    if group is None and not is_routed():
+    if unless_world(group) is None and not is_routed():
         _dl_comm.barrier(seconds(timeout))
         return
     from dl_comm._ops import barrier_in

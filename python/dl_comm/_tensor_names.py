@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dl_comm._errors import MismatchError
-from dl_comm._groups import world
+from dl_comm._groups import Group, world
 from dl_comm._objects import all_gather_object
 from dl_comm._ops import all_gather
 
@@ -106,8 +106,10 @@ def by_structure(paths: Sequence[str]) -> list[str]:
     return keys
 
 
-def agreed_order(keys: Sequence[str], what: str, are_given: bool) -> list[int] | None:
-    """Return an order of tensors that is the same on all ranks, as indices; None: match them by position. Collective.
+def agreed_order(keys: Sequence[str], what: str, are_given: bool, group: Group | None = None) -> list[int] | None:
+    """Return an order of tensors that is the same on all ranks of a group, as indices. Collective.
+
+    None: the ranks match them by position.
 
     If all ranks list the same keys in the same order, it is that order; if they list them in different orders, the
     order by key. If they have different keys, they match tensors by position, unless that cannot be right: if the
@@ -117,7 +119,7 @@ def agreed_order(keys: Sequence[str], what: str, are_given: bool) -> list[int] |
     Raises MismatchError, on all ranks, with the lists of the ranks.
     """
     listed = list(keys)
-    group = world()
+    group = world() if group is None else group
     if group.size == 1:
         return list(range(len(listed)))
     row = np.array([_digest(listed), _digest(sorted(listed)), are_given], np.int64)

@@ -225,3 +225,50 @@ except dl_comm.ArgumentError as error:
 """
     output = run(tmp_path, 1, script, DL_COMM_BUCKET_MB=given)
     assert ("made" if given == "0.5" else "refused: invalid DL_COMM_BUCKET_MB: 'none'") in output
+
+
+GRID = """
+import torch, dl_comm, dl_comm.torch as cdl
+from torch import nn
+
+world = dl_comm.world()
+grid = world.grid(data=2, model=2)
+
+class Half(nn.Module):
+    '''Half of the hidden units of Whole; the halves of a replica add their outputs.'''
+    def __init__(self, whole, group):
+        super().__init__()
+        part = slice(3 * group.rank, 3 * group.rank + 3)
+        self.into = nn.Parameter(whole[0].weight.detach()[part].clone())
+        self.out = nn.Parameter(whole[2].weight.detach()[:, part].clone())
+        self.group = group
+    def forward(self, x):
+        return cdl.allreduce(torch.tanh(x @ self.into.T) @ self.out.T, group=self.group)
+
+torch.manual_seed(5)
+whole = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 2, bias=False))
+half = Half(whole, grid.model)
+with torch.no_grad():
+    half.into += grid.data.rank  # overwritten by the values of the first replica
+optimizer = cdl.DistributedOptimizer(torch.optim.SGD(half.parameters(), lr=0.5, momentum=0.5), group=grid.data)
+expected = torch.optim.SGD(whole.parameters(), lr=0.5, momentum=0.5)
+for step in range(5):
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    mine = slice(4 * grid.data.rank, 4 * grid.data.rank + 4)
+    optimizer.zero_grad()
+    # Backward adds the gradients of the losses of both halves, which are the same loss.
+    (nn.functional.mse_loss(half(x[mine]), y[mine]) / grid.model.size).backward()
+    optimizer.step()
+    expected.zero_grad()
+    nn.functional.mse_loss(whole(x), y).backward()
+    expected.step()
+part = slice(3 * grid.model.rank, 3 * grid.model.rank + 3)
+torch.testing.assert_close(half.into, whole[0].weight[part], rtol=1e-4, atol=1e-6)
+torch.testing.assert_close(half.out, whole[2].weight[:, part], rtol=1e-4, atol=1e-6)
+assert world.all_gather_object(grid.coordinates) == [{"data": d, "model": m} for d in range(2) for m in range(2)]
+print("fine", flush=True)
+"""
+
+
+def test_two_replicas_of_a_model_split_over_two_ranks(tmp_path: Path) -> None:
+    assert run(tmp_path, 4, GRID).count("fine") == 4

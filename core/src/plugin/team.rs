@@ -34,11 +34,11 @@ pub struct Team {
 
 impl Team {
     /// Creates a team of `group` without a schedule: every call blocks.
-    pub fn new(group: Group) -> Team {
+    pub fn new(group: Arc<Group>) -> Team {
         let wait_time = WaitTime::new(group.call_config().key.number(), group.rank());
         Team {
             schedule: Arc::new(Mutex::new(ScheduleState::new(group.rank()))),
-            group: Arc::new(group),
+            group,
             unscheduled: AtomicBool::new(true),
             wait_time: Arc::new(wait_time),
             staging: Arc::default(),

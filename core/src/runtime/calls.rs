@@ -1,4 +1,4 @@
-//! Calls of the bindings, which name groups by team number. A function that blocks returns the call's error.
+//! Calls of the bindings, which name teams by number, and groups below that of the control team. A function that blocks returns the call's error.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::collectives::{SmallCall, run_on_all};
-use super::state::{CONTROL, check_fork, team, topology};
+use super::state::{CONTROL, check_fork, group_number, team, topology};
 use super::waits::interrupt;
 use crate::buffer::{Buffer, Tensor, View};
 use crate::collective::Op;
@@ -54,6 +54,10 @@ pub(super) fn forget_teams() {
 /// sixth of the time of a small call.
 fn with_team<T>(id: i32, body: impl FnOnce(&Team) -> T) -> Result<T> {
     check_fork()?;
+    if group_number(id).is_some() {
+        // The cache would keep the group.
+        return team(id).map(|team| body(&team));
+    }
     let num_ended = ENDED.load(Ordering::Acquire);
     // The cache is empty during the call, so a nested call of this thread looks the team up.
     let last =

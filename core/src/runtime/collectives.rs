@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::state::{CONTROL, check_fork, process_name, started, team, topology};
+use super::state::{CONTROL, check_fork, group_of_team, process_name, started, topology};
 use super::waits::{blocked, interrupt};
 use crate::buffer::{Buffer, Tensor, View};
 use crate::collective::{Counts, Op};
@@ -73,29 +73,6 @@ impl Request {
             Request::Adasum => Ok(Counts::Even),
         }
     }
-}
-
-/// The group of team `id`.
-///
-/// # Errors
-/// If there is no such team.
-pub fn group_of_team(id: i32) -> Result<Arc<Group>> {
-    team(id).map(|team| Arc::clone(team.group()))
-}
-
-/// The group with this [`number`](Group::number); 0: the group of team 0.
-///
-/// # Errors
-/// If there is none: it was freed.
-pub fn group_of_number(number: u64) -> Result<Arc<Group>> {
-    if number == 0 {
-        return group_of_team(0);
-    }
-    started(|runtime| {
-        let team = || runtime.teams.values().map(|team| team.group()).find(|group| group.number() == number).cloned();
-        let group = runtime.groups.get(&number).and_then(std::sync::Weak::upgrade).or_else(team);
-        group.ok_or_else(|| Error::Invalid(format!("group {number} was freed")))
-    })
 }
 
 /// Starts a call on `tensors` and returns a handle; `then` gets the result too, unless this returns an error.

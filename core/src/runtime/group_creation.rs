@@ -45,7 +45,7 @@ pub(super) fn make_team(id: i32, threads: usize, prec_level: u8, call: Option<&s
     let name = GroupKey::team(id).name().clone();
     let group = make_group(name, &members, settings, cpus)?;
     // The threads of a team are there from the start, on their processors.
-    let team = group.prepare().map(|()| Arc::new(Team::new(group)));
+    let team = group.prepare().map(|()| Arc::new(Team::new(Arc::new(group))));
     let job = started(|runtime| Ok(Arc::clone(&runtime.job)))?;
     let team = job.confirm(&format!("the creation of team {id}"), team)?;
     drop(job);

@@ -15,12 +15,15 @@ mod turn;
 mod waits;
 
 pub use calls::{average, average_and_wait, average_list, average_on, buffers_match, may_return_early};
-pub use collectives::{barrier, group_of_team};
+pub use collectives::barrier;
 pub use group_creation::{GroupOptions, create_group};
 pub use introspect::{ProcessInfo, dump, overview, start_timeline, stats, stop_timeline};
 pub use lifecycle::{abort, finalize, init, start, start_by_address, start_by_store};
 pub use memory::{alloc, free};
-pub use state::{CONTROL, MAX_TEAMS, config, core_id, is_helper, is_initialized, nteams, rank_info, topology};
+pub use state::{
+    CONTROL, MAX_TEAMS, config, core_id, group_of_number, group_of_team, is_helper, is_initialized, nteams, rank_info,
+    topology,
+};
 pub use teams::{
     add_waited, config_team, create_team, discard_carried, ensure_team, init_teams, release, set_timeout, waited,
 };

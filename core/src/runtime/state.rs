@@ -20,6 +20,11 @@ use crate::transport::rank_info::RankInfo;
 /// The team for broadcasts, barriers and allreduces outside of training.
 pub const CONTROL: i32 = -1;
 
+/// The number of the group that `id` names where functions take a team. Its calls have no schedule.
+pub(super) fn group_number(id: i32) -> Option<u64> {
+    u64::try_from(i64::from(CONTROL) - i64::from(id)).ok().filter(|&number| number > 0)
+}
+
 /// Upper bound of team numbers, exclusive.
 pub const MAX_TEAMS: i32 = 64;
 
@@ -138,6 +143,9 @@ pub(super) fn find_team(id: i32) -> Result<Option<Arc<Team>>> {
 }
 
 pub(super) fn team(id: i32) -> Result<Arc<Team>> {
+    if let Some(number) = group_number(id) {
+        return Ok(Arc::new(Team::new(group_of_number(number)?)));
+    }
     match find_team(id)? {
         Some(team) => Ok(team),
         None if !is_initialized() => Err(not_started()),
@@ -146,6 +154,29 @@ pub(super) fn team(id: i32) -> Result<Arc<Team>> {
             nteams()?
         ))),
     }
+}
+
+/// The group of team `id`.
+///
+/// # Errors
+/// If there is no such team.
+pub fn group_of_team(id: i32) -> Result<Arc<Group>> {
+    team(id).map(|team| Arc::clone(team.group()))
+}
+
+/// The group with this [`number`](Group::number); 0: the group of team 0.
+///
+/// # Errors
+/// If there is none: it was freed.
+pub fn group_of_number(number: u64) -> Result<Arc<Group>> {
+    if number == 0 {
+        return group_of_team(0);
+    }
+    started(|runtime| {
+        let team = || runtime.teams.values().map(|team| team.group()).find(|group| group.number() == number).cloned();
+        let group = runtime.groups.get(&number).and_then(Weak::upgrade).or_else(team);
+        group.ok_or_else(|| Error::Invalid(format!("group {number} was freed")))
+    })
 }
 
 /// The number of teams, without [`CONTROL`].

@@ -113,7 +113,7 @@ impl World {
                             let endpoint = GroupResources { key, cpus_per_rank, links, ..endpoint };
                             let team = Group::start(endpoint, settings, None, Arc::clone(on_failure), &process_groups)
                                 .unwrap();
-                            Rank { rank, size, team: Team::new(team) }
+                            Rank { rank, size, team: Team::new(Arc::new(team)) }
                         };
                         let teams: Vec<Rank> = (0..).zip(endpoints).map(team).collect();
                         body(&teams)

@@ -30,14 +30,16 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
     It also disables XLA for the training step, because XLA cannot compile dl_comm's ops, and makes Keras trace the step
     again if the trace may be older than the `DistributedOptimizer`.
 
+    `group`: the ranks that take part; `root` is a rank of the group. None: all.
+
     Raises (from `fit`): `dl_comm.CommError`.
     """
 
-    def __init__(self, root: int = 0) -> None:
-        """Store the root."""
+    def __init__(self, root: int = 0, *, group: dl_comm.Group | None = None) -> None:
+        """Store the root and the group."""
         check("keras")
         super().__init__()
-        self._root = root
+        self._root, self._group = root, group
         self._count: int | None = None
 
     def set_model(self, model: Any) -> None:
@@ -67,7 +69,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
         variables = _variables(self.model)
         self._count = len(variables)
         if variables:
-            broadcast_variables(variables, self._root, name="BroadcastCallback")
+            broadcast_variables(variables, self._root, name="BroadcastCallback", group=self._group)
             has_started(self.model.optimizer)
 
     def _build_optimizer_if_resumed(self) -> None:
@@ -75,7 +77,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
         # build: Keras builds an optimizer only once, and the first step may still create variables.
         optimizer = self.model.optimizer
         built = optimizer is not None and optimizer.built
-        somewhere = float(_ops.average(float(built), name="BroadcastCallback optimizer")) > 0
+        somewhere = float(_ops.average(float(built), name="BroadcastCallback optimizer", group=self._group)) > 0
         if somewhere and optimizer is not None and not built and self.model.trainable_variables:
             optimizer.build(self.model.trainable_variables)
 
@@ -103,19 +105,20 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     the same decisions. Put it before them, on every rank. Keras's progress bar also shows the means.
 
     `weight` (for example this rank's number of samples) weights the means; by default all ranks have the same weight.
+    `group`: the ranks that take part; None: all.
     Raises (from `fit`) dl_comm.MismatchError when the ranks' logs have different names; other errors as
     `dl_comm.average_metrics`.
     """
 
-    def __init__(self, weight: float = 1.0) -> None:
-        """Store the weight of this rank."""
+    def __init__(self, weight: float = 1.0, *, group: dl_comm.Group | None = None) -> None:
+        """Store the weight of this rank, and the group."""
         super().__init__()
-        self._weight = weight
+        self._weight, self._group = weight, group
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace the values in `logs` by their means."""
         if logs is not None:
-            logs.update(average_logs(logs, self._weight))
+            logs.update(average_logs(logs, self._weight, group=self._group))
 
 
 class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -145,7 +148,7 @@ class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 logs.update(values)
 
 
-def average_logs(logs: dict[str, Any], weight: float = 1.0) -> dict[str, Any]:
+def average_logs(logs: dict[str, Any], weight: float = 1.0, *, group: dl_comm.Group | None = None) -> dict[str, Any]:
     """Average a dict of metrics, such as that of `model.evaluate(..., return_dict=True)`, over the ranks.
 
     Applies `dl_comm.average_metrics` to the entries that are single numbers, and returns the others unchanged. Calls
@@ -153,7 +156,7 @@ def average_logs(logs: dict[str, Any], weight: float = 1.0) -> dict[str, Any]:
     """
     ensure_initialized()
     numbers = {name: value for name, value in logs.items() if _is_number(value)}
-    return {**logs, **dl_comm.average_metrics(numbers, weight)}
+    return {**logs, **dl_comm.average_metrics(numbers, weight, group=group)}
 
 
 def _is_number(value: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dl_comm._groups import Group
 from dl_comm._private_names import check
 from dl_comm._process import ensure_initialized
 from dl_comm.tensorflow import allreduce
@@ -25,12 +26,15 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     then the squared deviations from the mean) and two backward, so all ranks train in the same steps. Inference needs
     no other rank.
 
-    The arguments are those of `keras.layers.BatchNormalization`, where `synchronized` has no effect here. A saved model
-    loads once `dl_comm.keras` is imported. In a function that XLA compiles the layer raises StateError.
+    The arguments are those of `keras.layers.BatchNormalization`, where `synchronized` has no effect here. `group`: the
+    ranks whose batches are joined; None: all. A saved model loads once `dl_comm.keras` is imported. In a function that
+    XLA compiles the layer raises StateError.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, group: Group | None = None, **kwargs: Any) -> None:
+        """Store the group; it is not saved with the layer."""
         super().__init__(*args, **kwargs)
+        self._group = group
         self.supports_jit = False
         # Keras has no public name for the part that is different here.
         check("keras")
@@ -54,8 +58,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
             return tf.reduce_sum(numbers if mask is None else tf.where(selected, numbers, zero), axes)
 
         name = "SyncBatchNormalization"
-        number, sums = allreduce([tf.cast(number, inputs.dtype), total(inputs)], name=f"{name}: sums")
+        number, sums = allreduce(
+            [tf.cast(number, inputs.dtype), total(inputs)], group=self._group, name=f"{name}: sums"
+        )
         number += rounding
         mean = sums / number
-        squares = allreduce(total(tf.square(inputs - tf.reshape(mean, shape))), name=f"{name}: squares")
+        deviations = total(tf.square(inputs - tf.reshape(mean, shape)))
+        squares = allreduce(deviations, group=self._group, name=f"{name}: squares")
         return mean, squares / number

@@ -21,9 +21,9 @@ import keras
 import tensorflow as tf
 
 from dl_comm import ArgumentError, DTypeError
-from dl_comm._checks import checked_team
+from dl_comm._groups import Group
 from dl_comm._private_names import check
-from dl_comm._process import new_owner, start_team
+from dl_comm._process import new_owner, start_averages
 from dl_comm._tensor_names import agreed_order
 from dl_comm.tensorflow import _ops, broadcast_variables
 
@@ -31,7 +31,8 @@ from dl_comm.tensorflow import _ops, broadcast_variables
 class AveragingOptimizer:
     """Mix-in for an optimizer's class. It must precede that class in the list of bases."""
 
-    _dl_comm_team = 0
+    _dl_comm_team = 0  # may stand for a group, see `_groups.averaging_team`
+    _dl_comm_group: Group | None = None
     _dl_comm_owner = 0
     _dl_comm_wrapped = False
     _dl_comm_in_use = False
@@ -62,7 +63,7 @@ class AveragingOptimizer:
         known = self._trainable_variables if trainable_variables is None else trainable_variables  # type: ignore[attr-defined]
         if len(grads) == len(known):  # otherwise the wrapped class raises the error
             if grads and self._dl_comm_places is None:
-                self._dl_comm_places = _agreed_places(known)
+                self._dl_comm_places = _agreed_places(known, self._dl_comm_group)
             if self._dl_comm_starts and grads:
                 self._dl_comm_starts = False
                 _start_from_rank_0(self, known)
@@ -90,6 +91,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     optimizer: Any,
     *,
     team: int = 0,
+    group: Group | None = None,
     nstep: int | None = None,
     nteam: int = 1,
     nthread_per_team: int = 2,
@@ -119,6 +121,9 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     Args:
         optimizer: A Keras optimizer, or a name such as "adam".
         team: The team to use; give optimizers that train at the same time (for example of a GAN) different teams.
+        group: The ranks that average, instead of a team: those that hold the same part of a model, such as `grid.data`.
+            Only they make the optimizer. A group has no schedule: not together with `nstep`. Rank 0 is that of the
+            group then.
         nstep: The total number of steps. It sets the team's schedule
             `dl_comm.config_team(team, 0, int(warmup * nstep), nstep, verb, freq)`: after the warm-up a step applies the
             means of the previous step, and does not wait.
@@ -154,10 +159,9 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
             "omit nstep, or use warmup=1.0"
         )
     check("keras")
-    team = checked_team(team)
-    start_team(team, nteam, nthread_per_team, nstep, warmup, verb, freq)
+    team = start_averages(group, team, nteam, nthread_per_team, nstep, warmup, verb, freq)
     optimizer.__class__ = _averaging_class(type(optimizer))  # type: ignore[arg-type]
-    optimizer._dl_comm_team = team
+    optimizer._dl_comm_team, optimizer._dl_comm_group = team, group
     optimizer._dl_comm_owner = new_owner(optimizer, team)
     optimizer._dl_comm_wrapped = True
     optimizer._dl_comm_starts = broadcast
@@ -172,11 +176,11 @@ def shared_state(optimizer: Any) -> list[Any]:
 
 
 @_ops.no_autograph
-def _agreed_places(variables: Sequence[Any]) -> dict[str, int]:
-    """The order of the variables on all ranks, by what the ranks compare of their names; empty: by position."""
+def _agreed_places(variables: Sequence[Any], group: Group | None) -> dict[str, int]:
+    """The order of the variables on all ranks of a group, by what they compare of their names; empty: by position."""
     with tf.init_scope():
         keys = [name.key for name in _ops.variable_names(variables)]
-        order = agreed_order(keys, "DistributedOptimizer", are_given=False)
+        order = agreed_order(keys, "DistributedOptimizer", are_given=False, group=group)
         return {} if order is None else {keys[i]: place for place, i in enumerate(order)}
 
 
@@ -186,7 +190,8 @@ def _start_from_rank_0(optimizer: Any, variables: Sequence[Any]) -> None:
     with tf.init_scope():
         if not optimizer.built:
             optimizer.build(variables)
-        broadcast_variables([*variables, *shared_state(optimizer)], 0, name="DistributedOptimizer start")
+        started = [*variables, *shared_state(optimizer)]
+        broadcast_variables(started, 0, name="DistributedOptimizer start", group=optimizer._dl_comm_group)
 
 
 def has_started(optimizer: Any) -> None:
@@ -203,15 +208,16 @@ def retrace_train_step(model: Any) -> None:
         model.train_function = None
 
 
-def load_model(filepath: Any, team: int = 0, **kwargs: Any) -> Any:
+def load_model(filepath: Any, team: int = 0, *, group: Group | None = None, **kwargs: Any) -> Any:
     """Load a saved model with its optimizer state, and make the optimizer a `DistributedOptimizer`.
 
-    Takes the keyword arguments of `keras.models.load_model`, and raises its errors. Every rank must be able to read the
-    file; otherwise load it on rank 0, compile an equal model on other ranks, and use `BroadcastCallback`.
+    `team` and `group` are those of `DistributedOptimizer`. Takes the keyword arguments of `keras.models.load_model`,
+    and raises its errors. Every rank must be able to read the file; otherwise load it on rank 0, compile an equal model
+    on other ranks, and use `BroadcastCallback`.
     """
     model = keras.models.load_model(filepath, **kwargs)
     if getattr(model, "optimizer", None) is not None:
-        DistributedOptimizer(model.optimizer, team=team)
+        DistributedOptimizer(model.optimizer, team=team, group=group)
         retrace_train_step(model)
     return model
 

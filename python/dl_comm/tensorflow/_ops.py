@@ -29,11 +29,11 @@ import tensorflow as tf
 from dl_comm import _load
 from dl_comm._arguments import ADASUM, NO_FACTORS
 from dl_comm._buckets import bucket_bytes, split
-from dl_comm._checks import checked_name, checked_root, checked_team, refuse_masked, seconds
+from dl_comm._checks import checked_name, checked_root, refuse_masked, seconds
 from dl_comm._collectives import as_towers, in_towers
 from dl_comm._cuda import preload
 from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
-from dl_comm._groups import Group, is_routed
+from dl_comm._groups import Group, averaging_team, checked_place, is_routed, unless_world
 from dl_comm._groups import given as given_group
 from dl_comm._private_names import check
 from dl_comm._process import CONTROL_TEAM
@@ -136,7 +136,12 @@ def core_id() -> int:
 
 @no_autograph
 def gradients(
-    tensors: Iterable[Any], team: int = 0, *, name: str | None = None, timeout: float | None = None
+    tensors: Iterable[Any],
+    team: int = 0,
+    *,
+    group: Group | None = None,
+    name: str | None = None,
+    timeout: float | None = None,
 ) -> list[Any]:
     """Average every tensor over all ranks, and over the towers if it is a list of such lists.
 
@@ -146,6 +151,7 @@ def gradients(
             shapes must be the same on all ranks. Means of integers round toward zero; float16 and bfloat16 are summed
             in float32.
         team: The team to use.
+        group: The ranks that take part, instead of a team; a group has no schedule.
         name: A name that must be the same on all ranks; calls of the same name in one graph are numbered. On a team
             with a schedule it distinguishes lists of equal types and shapes.
         timeout: The deadline of the op in seconds (0: no limit), instead of the team's.
@@ -167,7 +173,8 @@ def gradients(
     """
     checked_name(name)
     towers, given = as_towers(listed(tensors))
-    means = _gradients(given, checked_team(team), name or "gradients", towers=towers or 1, timeout=seconds(timeout))
+    place = checked_place(group, team)
+    means = _gradients(given, place, name or "gradients", towers=towers or 1, timeout=seconds(timeout))
     return means if towers is None else in_towers(means, towers)
 
 
@@ -209,7 +216,7 @@ def broadcast_new(
     """As `broadcast`, without assigning variables."""
     checked_name(name)
     values = [as_tensor(value, ALL_TYPES, "broadcast") for value in given]
-    root, limit = checked_root(root), seconds(timeout)
+    root, limit, group = checked_root(root), seconds(timeout), unless_world(group)
     if group is not None:
         number = number_of(group)
         return list(collective(BROADCAST, values, name, number, timeout=limit, root=root, named=given))
@@ -283,11 +290,11 @@ def number_of(group: Group | None, code: int = 0) -> int:
 
 
 @no_autograph
-def average(value: Any, *, name: str | None = None) -> tf.Tensor:
-    """Average one tensor over all ranks, on the team of broadcasts, for metrics.
+def average(value: Any, *, name: str | None = None, group: Group | None = None) -> tf.Tensor:
+    """Average one tensor over the ranks, for metrics.
 
     Converts Python numbers, and integer and bool tensors and arrays, to float64: means of counts are not rounded.
-    Raises as `gradients`.
+    `group`: the ranks that take part; None: all. Raises as `gradients`.
     """
     if isinstance(value, (bool, int, float)):
         value = np.float64(value)
@@ -295,7 +302,7 @@ def average(value: Any, *, name: str | None = None) -> tf.Tensor:
     if tensor.dtype.is_integer or tensor.dtype.is_bool:
         tensor = tf.cast(tensor, tf.float64)
     _, labels = order_of([value], tf.executing_eagerly())
-    return _gradients([tensor], CONTROL_TEAM, name or "average", labels)[0]
+    return _gradients([tensor], averaging_team(group, CONTROL_TEAM), name or "average", labels)[0]
 
 
 @no_autograph

@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from dl_comm._checks import checked_team
 from dl_comm._errors import ArgumentError
-from dl_comm._process import new_owner, start_team
+from dl_comm._groups import Group
+from dl_comm._process import new_owner, start_averages
 from dl_comm.tensorflow import _ops
 
 
@@ -19,6 +19,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     optimizer: Any,
     *,
     team: int = 0,
+    group: Group | None = None,
     nstep: int | None = None,
     nteam: int = 1,
     nthread_per_team: int = 2,
@@ -33,6 +34,9 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
         optimizer: A `tf.compat.v1.train.Optimizer`, whose `compute_gradients` and `minimize` then average; or a Keras
             optimizer, which `dl_comm.keras.DistributedOptimizer` changes in place.
         team: The team to use; give optimizers that train at the same time (for example of a GAN) different teams.
+        group: The ranks that average, instead of a team: those that hold the same part of a model, such as `grid.data`.
+            Only they make the optimizer. A group has no schedule: not together with `nstep`. Rank 0 is that of the
+            group then.
         nstep: The total number of steps. It sets the team's schedule
             `dl_comm.config_team(team, 0, int(warmup * nstep), nstep, verb, freq)`: after the warm-up a step applies the
             means of the previous step, and does not wait.
@@ -60,6 +64,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
         return keras.DistributedOptimizer(
             optimizer,
             team=team,
+            group=group,
             nstep=nstep,
             nteam=nteam,
             nthread_per_team=nthread_per_team,
@@ -68,18 +73,17 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
             freq=freq,
             broadcast=broadcast,
         )
-    team = checked_team(team)
-    start_team(team, nteam, nthread_per_team, nstep, warmup, verb, freq)
-    return _DistributedV1Optimizer(optimizer, team)
+    team = start_averages(group, team, nteam, nthread_per_team, nstep, warmup, verb, freq)
+    return _DistributedV1Optimizer(optimizer, team, group)
 
 
 class _DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     """A TF1 optimizer that delegates to another one, but averages the gradients of `compute_gradients`."""
 
-    def __init__(self, optimizer: Any, team: int) -> None:
+    def __init__(self, optimizer: Any, team: int, group: Group | None) -> None:
         super().__init__(use_locking=False, name=f"Distributed{type(optimizer).__name__}")
         self._optimizer = optimizer
-        self._team = team
+        self._team, self._group = team, group  # keeps the group
         self._owner = new_owner(self, team)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:

@@ -10,12 +10,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from dl_comm._groups import Group
 from dl_comm._process import ensure_initialized
 from dl_comm.tensorflow import _ops
 
 
 @_ops.no_autograph
-def broadcast_variables(variables: Iterable[Any], root: int = 0, *, name: str | None = None) -> tf.Operation | None:
+def broadcast_variables(
+    variables: Iterable[Any], root: int = 0, *, name: str | None = None, group: Group | None = None
+) -> tf.Operation | None:
     """Assign to every variable its value on rank `root`.
 
     Args:
@@ -23,6 +26,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0, *, name: str | 
             numbers that Keras gives to layers in each process may differ.
         root: The rank that has the values.
         name: A name that must be the same on all ranks.
+        group: The ranks that take part; `root` is a rank of the group. None: all.
 
     Returns:
         None in eager mode; in a graph, the operation that assigns the variables.
@@ -30,7 +34,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0, *, name: str | 
     Raises what `dl_comm.tensorflow.broadcast` raises.
     """
     owned = _ops.listed(variables)
-    values = _ops.broadcast_new(owned, root, name or "broadcast_variables")
+    values = _ops.broadcast_new(owned, root, name or "broadcast_variables", group=group)
     assigned = [variable.assign(value) for variable, value in zip(owned, values, strict=True)]
     return None if tf.executing_eagerly() else tf.group(*assigned)
 
@@ -43,9 +47,9 @@ class BroadcastHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
     raises errors of the broadcast as `tf.errors`; see `dl_comm.error_of`.
     """
 
-    def __init__(self, root: int = 0) -> None:
-        """Store the root; `begin` adds the ops to the graph."""
-        self._root = root
+    def __init__(self, root: int = 0, *, group: Group | None = None) -> None:
+        """Store the root, a rank of `group` if there is one; `begin` adds the ops to the graph."""
+        self._root, self._group = root, group
         self._broadcast: tf.Operation | None = None
 
     def begin(self) -> None:
@@ -54,7 +58,9 @@ class BroadcastHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
         graph = tf.compat.v1.get_default_graph()
         if self._broadcast is not None and self._broadcast.graph is graph:
             return
-        self._broadcast = broadcast_variables(variables, self._root, name="BroadcastHook") if variables else None
+        self._broadcast = (
+            broadcast_variables(variables, self._root, name="BroadcastHook", group=self._group) if variables else None
+        )
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Broadcast; MonitoredSession calls this when the variables have their values."""

@@ -17,12 +17,13 @@ import dl_comm
 from dl_comm import ArgumentError, DTypeError
 from dl_comm._agreement import failing_together
 from dl_comm._arguments import checked_rank
-from dl_comm._checks import checked_name, checked_root, checked_team, refuse_masked, seconds
+from dl_comm._checks import checked_name, checked_root, refuse_masked, seconds
 from dl_comm._collectives import as_towers, in_towers
-from dl_comm._groups import is_routed, world
+from dl_comm._groups import averaging_team, checked_place, is_routed, unless_world, world
+from dl_comm._groups import given as given_group
 from dl_comm._objects import all_gather_object, object_of_root
 from dl_comm._process import CONTROL_TEAM, ensure_initialized
-from dl_comm._tensor_names import by_name, labels
+from dl_comm._tensor_names import Name, agreed_order, by_name, labels
 from dl_comm.torch import _collectives, _ops
 from dl_comm.torch._arguments import refuse_lazy
 from dl_comm.torch._gradient import contiguous_copy, overlaps
@@ -33,10 +34,16 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 
 def gradients(
-    tensors: Sequence[Any], team: int = 0, *, name: str | None = None, timeout: float | None = None
+    tensors: Sequence[Any],
+    team: int = 0,
+    *,
+    group: dl_comm.Group | None = None,
+    name: str | None = None,
+    timeout: float | None = None,
 ) -> list[Any]:
     """Return the means of `tensors` over all ranks, in their order; for a list of towers, one list per tower.
 
+    `group`: the ranks that take part, instead of a team; a group has no schedule.
     `name` must be the same on all ranks. On a team with a schedule it distinguishes lists of equal shapes. `timeout`
     replaces the team's deadline, in seconds (0: no limit).
 
@@ -49,7 +56,7 @@ def gradients(
     Raises `dl_comm.ArgumentError` (a ValueError), `DTypeError` (a TypeError), `StateError` (before `init`) and
     `MismatchError` (the ranks issued different collectives); the next call works.
     """
-    team = checked_team(team)
+    team = checked_place(group, team)
     checked_name(name)
     towers, flat = as_towers(tensors)
     means = _ops.average_new(_tensors(flat), team, name or "gradients", towers=towers or 1, timeout=seconds(timeout))
@@ -73,7 +80,7 @@ def broadcast(
     `group`: the ranks that take part; `root` is a rank of the group. `async_op`: return a `Work` of the tensors, which
     must be contiguous, at once. `in_place=False`: return new tensors; differentiable.
     """
-    given = _tensors(tensors)
+    given, group = _tensors(tensors), unless_world(group)
     _ops.refuse_tangents(given)
     if not in_place:
         if async_op:
@@ -102,22 +109,26 @@ def broadcast(
 
 
 @overload
-def average(value: torch.Tensor, name: str | None = None) -> torch.Tensor: ...
+def average(value: torch.Tensor, name: str | None = None, *, group: dl_comm.Group | None = None) -> torch.Tensor: ...
 
 
 @overload
-def average(value: float, name: str | None = None) -> float: ...
+def average(value: float, name: str | None = None, *, group: dl_comm.Group | None = None) -> float: ...
 
 
-def average(value: torch.Tensor | float, name: str | None = None) -> torch.Tensor | float:
-    """Return the mean of a metric over all ranks: a new tensor for a tensor, a float for a number.
+def average(
+    value: torch.Tensor | float, name: str | None = None, *, group: dl_comm.Group | None = None
+) -> torch.Tensor | float:
+    """Return the mean of a metric over the ranks: a new tensor for a tensor, a float for a number.
 
     Means of integers and bools are float64, without rounding. `name` must be the same on all ranks; error messages
-    contain it.
+    contain it. `group`: the ranks that take part; None: all.
     """
     ensure_initialized()
+    group = unless_world(group)
+    team = averaging_team(group, CONTROL_TEAM)
     if not isinstance(value, torch.Tensor | numbers.Real):
-        with failing_together("average"):
+        with failing_together("average", group):
             raise DTypeError(f"average needs a tensor or a number, not a {type(value).__name__}")
     checked_name(name)
     call_name, label = f"average.{name or ''}", name or ""
@@ -125,31 +136,39 @@ def average(value: torch.Tensor | float, name: str | None = None) -> torch.Tenso
         (tensor,) = _tensors([value])
         if not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.to(torch.float64)
-        return _ops.average_new([tensor], CONTROL_TEAM, call_name, label)[0]
+        return _ops.average_new([tensor], team, call_name, label)[0]
     boxed = torch.tensor([float(value)], dtype=torch.float64)
-    _ops.average_in_place([boxed], CONTROL_TEAM, call_name, label)
+    _ops.average_in_place([boxed], team, call_name, label)
     return float(boxed)
 
 
 def broadcast_parameters(
-    parameters: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0
+    parameters: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    root: int = 0,
+    *,
+    group: dl_comm.Group | None = None,
 ) -> None:
     """Broadcast parameters from rank `root`, in place.
 
     `parameters`: a module (its parameters and buffers), a state dict, or (name, tensor) pairs as from
     `module.named_parameters()`. The ranks match tensors by name, in whatever order they have them. Raises DTypeError
     for an entry that is not a tensor, and MismatchError if the names differ; otherwise as `gradients`.
+
+    `group`: the ranks that take part; `root` is a rank of the group. None: all.
     """
     ensure_initialized()
-    with failing_together("broadcast_parameters"):
+    group = unless_world(group)
+    with failing_together("broadcast_parameters", None if group is None else given_group(group)):
         named = _checked_names(parameters)
-    broadcast_in_order(by_name(named), root)
+    broadcast_in_order(by_name(named), root, group)
 
 
-def broadcast_in_order(named: Sequence[tuple[str, torch.Tensor]], root: int = 0) -> None:
+def broadcast_in_order(
+    named: Sequence[tuple[str, torch.Tensor]], root: int = 0, group: dl_comm.Group | None = None
+) -> None:
     """Broadcast parameters, which all ranks list in this order, as `broadcast_parameters`."""
     ensure_initialized()
-    _broadcast_named(named, root, "broadcast_parameters")
+    _broadcast_named(named, root, "broadcast_parameters", unless_world(group))
     parameters_broadcast(tensor for _, tensor in named)
 
 
@@ -182,18 +201,23 @@ def broadcast_object(value: Any, root: int = 0, *, group: dl_comm.Group | None =
     return dl_comm.broadcast_object(value, root, group=world() if group is None else group)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root: int = 0, *, group: dl_comm.Group | None = None
+) -> None:
     """Broadcast the state of rank `root`'s optimizer: hyperparameters and per-parameter state.
 
     Parameters are matched by name, as by `DistributedOptimizer`. A rank creates state that it lacks, and drops state
     that rank `root` lacks; all have the types and bits of rank `root`. Values other than tensors are pickled, with
     errors as in `broadcast_object`. Raises ArgumentError when the parameter groups differ between ranks.
+
+    `group`: the ranks that take part; `root` is a rank of the group. None: all.
     """
     ensure_initialized()
-    group = world()
+    members = None if unless_world(group) is None else given_group(group)
+    group = world() if members is None else members
     with failing_together("broadcast_optimizer_state", group):
         root = checked_rank(root, group)
-        names = names_of(optimizer, "broadcast_optimizer_state")
+        names = names_of(optimizer, "broadcast_optimizer_state", members)
         names.find(optimizer)
     names.agree()
     places = _places(optimizer)
@@ -212,10 +236,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
 
     state, order_of_root = object_of_root(outline_of_root, root, group, "broadcast_optimizer_state.outline")
     if not mine:
-        with failing_together("broadcast_optimizer_state"):
+        with failing_together("broadcast_optimizer_state", members):
             state = _with_tensors(state, tensors)
     if tensors:
-        _broadcast_named(tensors, root, "broadcast_optimizer_state")
+        _broadcast_named(tensors, root, "broadcast_optimizer_state", members)
     if not mine:
         own = dict(zip(order_of_root, (places[each][1] for each in order), strict=True))
         state["state"] = {own.get(place, place): values for place, values in state["state"].items()}
@@ -255,9 +279,15 @@ def _typed_as(value: Any, loaded: Any) -> Any:
     return loaded
 
 
-def _broadcast_named(named: Sequence[tuple[str, torch.Tensor]], root: int, call_name: str) -> None:
+def _broadcast_named(
+    named: Sequence[tuple[str, torch.Tensor]], root: int, call_name: str, group: dl_comm.Group | None
+) -> None:
     if not named:
         return
+    keys = [name.key for name, _ in named if isinstance(name, Name)]
+    if group is not None and keys:
+        # A call on a group does not compare names.
+        agreed_order(keys, call_name, are_given=True, group=group)
     with torch.no_grad():
         tensors = _tensors([tensor.detach() for _, tensor in named])
         dense = [contiguous_copy(tensor) if tensor.layout is torch.strided else tensor for tensor in tensors]
@@ -265,7 +295,11 @@ def _broadcast_named(named: Sequence[tuple[str, torch.Tensor]], root: int, call_
         for kind in sorted({tensor.device.type for tensor in dense}):
             these = [i for i, tensor in enumerate(dense) if tensor.device.type == kind]
             names = labels(named[i][0] for i in these)
-            _ops.broadcast_in_place([_known(dense[i]) for i in these], root, call_name, names)
+            known = [_known(dense[i]) for i in these]
+            if group is None:
+                _ops.broadcast_in_place(known, root, call_name, names)
+            else:
+                _collectives.broadcast_into(known, root, group, None, False, known)
         _copy_back(dense, tensors)
 
 

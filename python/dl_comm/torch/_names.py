@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dl_comm import CommError
+from dl_comm import CommError, Group
 from dl_comm._tensor_names import Name, agreed_order, relative
 from dl_comm.torch._arguments import refuse_lazy
 from dl_comm.torch._bucket_plan import Named
@@ -33,12 +33,15 @@ class ParameterNames:
     """
 
     def __init__(
-        self, given: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | None, what: str
+        self,
+        given: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | None,
+        what: str,
+        group: Group | None = None,
     ) -> None:
-        """Store the given names. `what` names the optimizer in messages, the same on all ranks."""
+        """Store the given names. `what` names the optimizer in messages, the same on all ranks of `group`."""
         pairs = given.items() if isinstance(given, Mapping) else given or ()
         self._given = [(name, weakref.ref(parameter)) for name, parameter in pairs]
-        self._what = what
+        self._what, self._group = what, group
         self._known: dict[int, _Known] = {}
         self._new: list[torch.Tensor] = []  # found, and not agreed on
         self._are_given = True  # the names of these
@@ -70,7 +73,7 @@ class ParameterNames:
         names = [self._known[id(parameter)].name for parameter in new]
         keys = relative(names)
         try:
-            order = agreed_order(keys, self._what, self._are_given)
+            order = agreed_order(keys, self._what, self._are_given, self._group)
         except CommError:
             for parameter in new:
                 del self._known[id(parameter)]
@@ -99,10 +102,10 @@ class ParameterNames:
         return known if known is not None and known.parameter() is parameter else None
 
 
-def names_of(optimizer: torch.optim.Optimizer, what: str) -> ParameterNames:
-    """Return the names that `keep_names` has kept, or make new ones."""
+def names_of(optimizer: torch.optim.Optimizer, what: str, group: Group | None = None) -> ParameterNames:
+    """Return the names that `keep_names` has kept, or make new ones, on which the ranks of `group` agree."""
     found = optimizer.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, ParameterNames) else ParameterNames(None, what)
+    return found if isinstance(found, ParameterNames) else ParameterNames(None, what, group)
 
 
 def keep_names(optimizer: torch.optim.Optimizer, names: ParameterNames) -> None:

@@ -11,9 +11,10 @@ from typing import Any, cast
 import torch
 
 import dl_comm
-from dl_comm import ArgumentError, DTypeError, StateError
+from dl_comm import ArgumentError, DTypeError, Group, StateError
 from dl_comm._buckets import bucket_bytes
 from dl_comm._checks import checked_int, checked_team
+from dl_comm._groups import averaging_team, given, unless_world
 from dl_comm._private_names import check
 from dl_comm._process import start_team
 from dl_comm.torch import _functions, _ops
@@ -25,7 +26,8 @@ _ATTRIBUTE = "_dl_comm_reducer"
 _BUFFERS = "_dl_comm_buffers"
 # The first optimizers get one team each; later ones share these teams.
 AUTOMATIC_TEAMS = 8
-_num_created = 0  # optimizers since init
+_num_created = 0  # optimizers of all ranks since init
+_num_of_group: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()  # those of a group
 
 
 class AveragingOptimizer(torch.optim.Optimizer):
@@ -97,7 +99,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
                 # Broadcast only the new parameters: the others are already equal.
                 added = {id(parameter) for parameter in self.param_groups[-1]["params"]}
                 named = reducer.names.named(self)
-                _functions.broadcast_in_order([pair for pair in named if id(pair[1]) in added])
+                _functions.broadcast_in_order([pair for pair in named if id(pair[1]) in added], group=reducer.group)
         except dl_comm.CommError:
             self.param_groups.pop()
             raise
@@ -132,6 +134,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     sparse_as_dense: bool = False,
     gradient_as_bucket_view: bool = True,
     team: int | None = None,
+    group: Group | None = None,
     broadcast: bool = True,
     broadcast_buffers: torch.nn.Module | None = None,
     nstep: int | None = None,
@@ -139,7 +142,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     verb: int = 2,
     freq: int = 100,
 ) -> AveragingOptimizer:
-    """Make `optimizer` average its gradients over all ranks, and return it.
+    """Make `optimizer` average its gradients over all ranks, or over those of a group, and return it.
 
     The optimizer remains the same object and an instance of its class, with its state, groups, hooks and learning rate
     schedulers. From now on backward averages gradients, one bucket of parameters at a time as they become ready, and
@@ -168,6 +171,9 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
             has not laid out itself, if shared memory is available, with several ranks on the host. All other gradients
             stay in their memory.
         team: the team to use instead of the next one.
+        group: the ranks that average, instead of a team: those that hold the same part of a model, such as `grid.data`.
+            Only they make the optimizer. A group has no schedule: not together with `team` and `nstep`. Rank 0 is that
+            of the group then.
         broadcast: broadcast the parameters of rank 0 now, and those of groups that are added later.
         broadcast_buffers: a module whose buffers, such as the statistics of batch normalization, take the values of
             rank 0 now and after each step, as in DistributedDataParallel. `dl_comm.torch.SyncBatchNorm` has the
@@ -209,11 +215,18 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
             "SparseAdam needs sparse gradients, and means are dense: use torch.optim.Adam with "
             "DistributedOptimizer(..., sparse_as_dense=True)"
         )
-    number = _num_created if dl_comm.is_initialized() else 0
-    chosen = number % AUTOMATIC_TEAMS if team is None else team
+    group = unless_world(group)
+    if group is not None:
+        if team is not None or nstep is not None:
+            raise ArgumentError("give group, or team and nstep: a group has no schedule")
+        number = _num_of_group.get(given(group), 0)
+        chosen = averaging_team(group, 0)
+    else:
+        number = _num_created if dl_comm.is_initialized() else 0
+        chosen = number % AUTOMATIC_TEAMS if team is None else team
     # The number distinguishes optimizers on one team, and detects ranks that created different optimizers.
     call_name = f"{type(optimizer).__name__}.{number}"
-    names = ParameterNames(named_parameters, call_name)
+    names = ParameterNames(named_parameters, call_name, group)
     reducer = Reducer(
         functools.partial(_parameters, weakref.ref(optimizer), names),
         chosen,
@@ -223,14 +236,17 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         sparse_as_dense,
         gradient_as_bucket_view,
     )
-    reducer.broadcasts, reducer.names = broadcast, names
+    reducer.broadcasts, reducer.names, reducer.group = broadcast, names, group
     names.find(optimizer)
     reducer.check_unowned()
-    _num_created = number + 1
-    start_team(chosen, nteam, nthread_per_team, nstep, warmup, verb, freq)
+    if group is None:
+        _num_created = number + 1
+        start_team(chosen, nteam, nthread_per_team, nstep, warmup, verb, freq)
+    else:
+        _num_of_group[group] = number + 1
     names.agree()
     if broadcast:
-        _functions.broadcast_in_order(names.named(optimizer))
+        _functions.broadcast_in_order(names.named(optimizer), group=group)
     optimizer.__dict__[_ATTRIBUTE] = reducer
     keep_names(optimizer, names)
     optimizer.__dict__[_BUFFERS] = broadcast_buffers
@@ -292,7 +308,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _broadcast_buffers(optimizer: torch.optim.Optimizer) -> None:
     module = optimizer.__dict__[_BUFFERS]
     if module is not None:
-        _functions.broadcast_parameters(list(module.named_buffers()))
+        _functions.broadcast_parameters(list(module.named_buffers()), group=_reducer(optimizer).group)
 
 
 class _AveragedClosure:
@@ -309,7 +325,7 @@ class _AveragedClosure:
         self._optimizer.synchronize()
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
-        return None if loss is None else _functions.average(loss, "loss of the closure")
+        return None if loss is None else _functions.average(loss, "loss of the closure", group=reducer.group)
 
 
 def _require_blocking(reducer: Reducer, reason: str) -> None:

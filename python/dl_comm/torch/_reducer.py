@@ -26,7 +26,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import dl_comm
-from dl_comm import ArgumentError, StateError, _groups
+from dl_comm import ArgumentError, Group, StateError, _groups
 from dl_comm._process import new_owner
 from dl_comm.torch import _backward, _ops
 from dl_comm.torch._bucket import Bucket, CarriedMeans
@@ -66,6 +66,7 @@ class Reducer:
     ) -> None:
         """Average on `team` after `passes` backward passes; `name` must be the same on all ranks.
 
+        `team` may stand for a group, see `_groups.averaging_team`.
         `parameters` returns the current parameters: those to average, and the frozen ones, which get no gradients.
         `bucket_bytes`: None finds a size by trials. `as_views`: store gradients in memory that the ranks of a host
         share.
@@ -79,6 +80,7 @@ class Reducer:
         self.parameters = parameters
         self.broadcasts = True  # broadcast parameters that are added later
         self.names: ParameterNames  # of `parameters`
+        self.group: Group | None = None  # the ranks, if `team` stands for a group
         self._name = name
         self._bucket_plan = BucketPlan(bucket_bytes)
         self._views_requested = as_views

@@ -35,11 +35,12 @@ def lr_scheduler(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step) / first, last_epoch)
 
 
-def save_checkpoint(path: str | os.PathLike[str], **objects: Any) -> None:
+def save_checkpoint(path: str | os.PathLike[str], *, group: dl_comm.Group | None = None, **objects: Any) -> None:
     """Save objects to a file on rank 0, for `load_checkpoint`; the other ranks wait. Collective.
 
     `save_checkpoint("model.pt", model=model, optimizer=optimizer, step=step)` saves the `state_dict()` of objects that
-    have one, and other objects as they are. The complete file atomically replaces an older one.
+    have one, and other objects as they are. The complete file atomically replaces an older one. `group`: the ranks that
+    take part, of which rank 0 saves; None: all.
 
     If saving fails, rank 0 raises its exception, and the other ranks raise `dl_comm.CommError` with its text.
     """
@@ -51,19 +52,22 @@ def save_checkpoint(path: str | os.PathLike[str], **objects: Any) -> None:
         torch.save(states, unfinished)
 
     ensure_initialized()
-    dl_comm.write_on_rank0(path, write)
+    dl_comm.write_on_rank0(path, write, group=group)
 
 
-def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> dict[str, Any]:
+def load_checkpoint(
+    path: str | os.PathLike[str], weights_only: bool = True, *, group: dl_comm.Group | None = None
+) -> dict[str, Any]:
     """Load the objects of `save_checkpoint` on all ranks; only rank 0 reads the file. Collective.
 
     Returns the saved values, including state dicts, with tensors on the CPU: `model.load_state_dict(
-    load_checkpoint("model.pt")["model"])`. `weights_only` is that of `torch.load`.
+    load_checkpoint("model.pt")["model"])`. `weights_only` is that of `torch.load`. `group`: the
+    ranks that take part, of which rank 0 reads; None: all.
 
     If reading fails, rank 0 raises its exception, and the other ranks raise `dl_comm.CommError` with its text. All
     ranks raise exceptions of `torch.load` about the content.
     """
     ensure_initialized()
-    content = io.BytesIO(dl_comm.read_on_rank0(path))
+    content = io.BytesIO(dl_comm.read_on_rank0(path, group=group))
     loaded: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=weights_only)
     return loaded

@@ -1,0 +1,83 @@
+"""The methods of groups: ``group.allreduce(x)`` is ``dl_comm.allreduce(x, group=group)``, and so on.
+
+Each function with a keyword ``group`` is also a method. Importing this module adds them to ``Group``.
+
+Thread rule: that of the functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from dl_comm import _ops
+from dl_comm._checkpoint import read_on_rank0, write_on_rank0
+from dl_comm._collectives import average, broadcast, gradients
+from dl_comm._communicators import grid
+from dl_comm._groups import Group, join, split
+from dl_comm._groups import world as all_ranks
+from dl_comm._metrics import average_metrics
+from dl_comm._objects import all_gather_object, broadcast_object, gather_object
+from dl_comm._process import barrier, ensure_initialized
+
+FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    _ops.allreduce,
+    _ops.reduce,
+    _ops.all_gather,
+    _ops.gather,
+    _ops.scatter,
+    _ops.reduce_scatter,
+    _ops.all_to_all,
+    _ops.send,
+    _ops.recv,
+    _ops.sendrecv,
+    broadcast,
+    barrier,
+    gradients,
+    average,
+    average_metrics,
+    all_gather_object,
+    gather_object,
+    broadcast_object,
+    read_on_rank0,
+    write_on_rank0,
+    join,
+    split,
+    grid,
+)
+
+
+def world() -> Group:
+    """The group of all ranks; starts the ranks if ``init`` was not called. Collective the first time.
+
+    ``world.allreduce(x)`` and the other methods are the functions of ``dl_comm`` without ``group``:
+
+        world = dl_comm.world()
+        y = world.allreduce(x, "mean")
+        print(world.rank, world.size, world.local_rank, world.local_size, world.hosts)
+
+    Raises:
+        CommError: The start fails, as in ``init``.
+        StateError: ``finalize`` was called.
+    """
+    ensure_initialized()
+    return all_ranks()
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def method(self: Group, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, group=self, **kwargs)
+
+    signature = inspect.signature(function)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    others = [each for each in signature.parameters.values() if each.name not in ("group", "team")]
+    method.__signature__ = signature.replace(parameters=[own, *others])  # type: ignore[attr-defined]
+    method.__qualname__ = f"Group.{function.__name__}"
+    return method
+
+
+for _function in FUNCTIONS:
+    setattr(Group, _function.__name__, _method(_function))
