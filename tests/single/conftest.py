@@ -15,6 +15,11 @@ from launch import Finished, launch
 from plain_ranks import Ranks, shared_memory
 
 
+# What tests/run.sh hides from programs; tests draw.
+_HIDDEN = str(Path(__file__).parents[1] / "absent")
+sys.path[:] = [folder for folder in sys.path if folder != _HIDDEN]
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., Finished]:
     """Runs Python text on several ranks: ``script(ranks, text, timeout=..., env=...)``."""

@@ -50,6 +50,7 @@ def accuracy(name: str, ranks: int, *options: str) -> tuple[float, str]:
 def test_example_on_bundled_digits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip({"torch_mnist": "torch", "numpy_mnist": "numpy"}.get(name, "tensorflow"))
     # Without a framework's cache, the example uses scikit-learn's digits.
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # tests/absent
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     monkeypatch.setenv("DL_COMM_CACHE", os.environ.get("DL_COMM_CACHE", str(Path("~/.cache/dl_comm").expanduser())))
