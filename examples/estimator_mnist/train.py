@@ -1,6 +1,6 @@
 """Train MNIST with a TensorFlow 1 Estimator.
 
-    mpiexec -n 2 python -m dl_comm.tf1 examples/estimator_mnist/train.py
+    mpiexec -n 2 dl-comm tf1 examples/estimator_mnist/train.py
 
 These are the excerpts of the porting guide of the Cray PE DL Plugin, put together: a script for TensorFlow 1, which
 runs on the TensorFlow that is installed by means of `dl_comm.tf1`.

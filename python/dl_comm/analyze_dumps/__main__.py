@@ -1,10 +1,11 @@
-"""The command line of ``python -m dl_comm.analyze_dumps``."""
+"""The command line of ``dl-comm dumps``, or ``python -m dl_comm.analyze_dumps``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -18,17 +19,17 @@ from dl_comm.analyze_dumps._stragglers import Straggler, stragglers
 _ROWS = 5
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m dl_comm.analyze_dumps") -> int:
     """Prints the findings; returns the exit status: 0 no problem, 1 a problem, 2 no dumps."""
     parser = argparse.ArgumentParser(
-        prog="python -m dl_comm.analyze_dumps",
+        prog=prog,
         description="Reads the dumps of all ranks and prints the rank, call and tensor that the others wait for. "
         "Exit status: 0 without a problem, 1 with one, 2 without dumps.",
     )
     parser.add_argument("folder", type=Path, help="folder of the dumps (rank*.json), with sub-folders")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--least", type=float, default=1.0, metavar="SECONDS", help="ignore shorter waits (default: 1)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         job = read(options.folder)
     except BadInput as error:

@@ -1,7 +1,7 @@
-"""``dl-comm-run``, or ``python -m dl_comm.run``: starts a program on several ranks.
+"""``dl-comm run``, ``dl-comm-run`` or ``python -m dl_comm.run``: starts a program on several ranks.
 
-    dl-comm-run -n 4 python train.py
-    dl-comm-run -H node1:4,node2:4 --network eth0 --output-dir logs python train.py
+    dl-comm run -n 4 python train.py
+    dl-comm run -H node1:4,node2:4 --network eth0 --output-dir logs python train.py
 
 Detects MPICH, Open MPI, Slurm's ``srun`` and PBS; ``--dry-run`` prints the launcher's command line. After a failure it
 reports the rank that failed first, the cause, and the rank's last lines. docs/run.md is the manual.
@@ -32,11 +32,12 @@ from dl_comm.run._options import Options, UsageError, parse
 __all__ = ["main"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "dl-comm-run") -> int:
     """The command line.
 
     Args:
         arguments: The arguments after the program's name; ``None``: those of this process.
+        prog: The program's name in the help.
 
     Returns:
         The exit status: that of the rank that failed first (128 + signal), or of the launcher if no rank is known to
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command line.
     """
     try:
-        return _run(parse(sys.argv[1:] if arguments is None else arguments))
+        return _run(parse(sys.argv[1:] if arguments is None else arguments, prog=prog))
     except UsageError as error:
         _log(str(error))
         return 2

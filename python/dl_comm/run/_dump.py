@@ -72,6 +72,14 @@ def _ask(settings: dict[str, Any]) -> int | None:
     return None
 
 
+def _is_launcher(words: list[str]) -> bool:
+    """Whether a command line begins with one of the names of ``dl-comm run``."""
+    pairs = zip(words, words[1:], strict=False)
+    return any(word.endswith(("/dl-comm-run", "dl_comm.run")) for word in words) or any(
+        second == "run" and (first.endswith("/dl-comm") or first == "dl_comm") for first, second in pairs
+    )
+
+
 def _jobs() -> str:
     """This user's jobs on this host, for the error message."""
     found = []
@@ -79,6 +87,6 @@ def _jobs() -> str:
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_text(errors="replace").split("\0")
             mine = folder.stat().st_uid == os.geteuid() and int(folder.name) != os.getpid()
-            if mine and any(word.endswith(("/dl-comm-run", "dl_comm.run")) for word in words[:4]):
+            if mine and _is_launcher(words[:4]):
                 found.append(f"\n  {folder.name}: {' '.join(words).strip()}")
     return "; running jobs:" + "".join(sorted(found)) if found else ""

@@ -17,21 +17,26 @@ from dl_comm._torch_variables import launched
 from dl_comm.run._child import exit_as, kill_group, run_program
 from dl_comm.run._options import reads_program, with_python
 
-_USAGE = "usage: mpiexec -n 2 dl-comm env PROGRAM [ARGUMENT...]"
+_USAGE = "usage: mpiexec -n 2 {prog} PROGRAM [ARGUMENT...]"
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the program; returns only after an error, the exit status 2."""
+def main(arguments: Sequence[str], prog: str = "dl-comm env") -> int:
+    """Runs the program; returns only after an error, the exit status 2, or after ``--help``."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(
+            f"{_USAGE.format(prog=prog)}\n\nRuns the program as a rank, with torch's variables (RANK, WORLD_SIZE, ...)."
+        )
+        return 0
     command = with_python(arguments[1:] if arguments[:1] == ["--"] else arguments)
     if not command or command[0].startswith("-"):
-        return _refuse(_USAGE)
+        return _refuse(_USAGE.format(prog=prog))
     if os.environ.get("DL_COMM_ALONE", "").strip() == "1" or _of_torchrun():
         _replace(command)
     position = launched(os.environ)
     if position is None:
         return _refuse(
             "no launcher has started this process, so it has no rank. Start it by mpiexec or srun "
-            "('mpiexec -n 2 dl-comm env python train.py'), or use 'dl-comm-run -n 2 python train.py' or torchrun"
+            "('mpiexec -n 2 dl-comm env python train.py'), or use 'dl-comm run -n 2 python train.py' or torchrun"
         )
     if position.size > 1 and reads_program(command):
         return _refuse(f"only rank 0 gets standard input, from which {command[0]} reads its program: use a file")

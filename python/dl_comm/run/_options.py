@@ -48,21 +48,22 @@ class Options:
     dump: int | None = None
 
 
-def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Options:
+def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, prog: str = "dl-comm-run") -> Options:
     """Parses a command line.
 
     Args:
         arguments: The arguments after the program's name.
         environ: The source of ``-x NAME`` values.
+        prog: The program's name in the help and in errors of argparse.
 
     Raises:
         UsageError: A value is invalid, or a file cannot be read.
         SystemExit: Status 2 when argparse finds an error, 0 after ``--help``.
     """
-    given = _parser().parse_args(arguments)
+    given = _parser(prog).parse_args(arguments)
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not command and not given.check and given.dump is None:
-        raise UsageError("no program to run; for example: dl-comm-run -n 4 python train.py")
+        raise UsageError("no program to run; for example: dl-comm run -n 4 python train.py")
     if given.ranks != 1 and reads_program(command):
         raise UsageError(f"only rank 0 gets standard input, from which {command[0]} reads its program: use a file")
     if given.host and given.hostfile:
@@ -156,10 +157,10 @@ def _read(path: str) -> str:
         raise UsageError(f"cannot read {path}: {error}") from error
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dl-comm-run",
-        usage="dl-comm-run [options] PROGRAM [ARGUMENT...]",
+        prog=prog,
+        usage=f"{prog} [options] PROGRAM [ARGUMENT...]",
         description="Starts a program on several ranks, and reports which rank failed first and why.",
         allow_abbrev=False,
     )

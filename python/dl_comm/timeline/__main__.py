@@ -1,10 +1,11 @@
-"""The command line of ``python -m dl_comm.timeline``."""
+"""The command line of ``dl-comm timeline``, or ``python -m dl_comm.timeline``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from dl_comm.timeline._recent import Recent
 from dl_comm.timeline._report import report
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m dl_comm.timeline") -> int:
     """Merges the files, writes the report, prints a summary; returns the exit status: 0, or 2 for bad input."""
     parser = argparse.ArgumentParser(
-        prog="python -m dl_comm.timeline",
+        prog=prog,
         description="Reads the timelines that the ranks of a job wrote (DL_COMM_TIMELINE, dl_comm.timeline.start).",
     )
     parser.add_argument("folder", type=Path, help="folder of the files (rank*.trace.json), with sub-folders")
@@ -32,7 +33,7 @@ def main() -> int:
     limits.add_argument(
         "--doctor", type=Path, metavar="FILE", help="take the limit from the output of dl_comm.doctor --json"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     notes: list[str] = []
     try:
         limit = _limit(options.limit, options.doctor)
