@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name.startswith("_") and name not in ("__all__", "__version__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")  # a private module, not yet imported
+    if name == "run":
+        return importlib.import_module("dl_comm.run")  # which needs no core
     api = importlib.import_module("dl_comm._api")
     if name != "__all__" and name not in api.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

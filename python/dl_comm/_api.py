@@ -5,6 +5,8 @@ So ``python -m dl_comm.run`` starts fast, and also where the core cannot be load
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dl_comm import _process, timeline, training
 from dl_comm._checkpoint import rank0_path, rank_path, read_on_rank0, write_on_rank0
 from dl_comm._collectives import average, broadcast, check_buffers_match, gradients
@@ -27,6 +29,7 @@ from dl_comm._errors import (
     DTypeError,
     MismatchError,
     PeerLostError,
+    RankFailedError,
     StateError,
     TimeoutError,  # noqa: A004 - a subclass of the builtin
     error_of,
@@ -71,6 +74,11 @@ from dl_comm._process import (
 from dl_comm._selector import CollectiveSelector, collective_availability, collective_selector
 from dl_comm._stats_writer import StatsWriter
 
+if TYPE_CHECKING:
+    from dl_comm.run import run
+else:
+    from dl_comm import run  # the package, which can be called
+
 __all__ = [
     "ArgumentError",
     "CollectiveSelector",
@@ -81,6 +89,7 @@ __all__ = [
     "Group",
     "MismatchError",
     "PeerLostError",
+    "RankFailedError",
     "StateError",
     "StatsWriter",
     "Status",
@@ -134,6 +143,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "run",
     "scatter",
     "send",
     "sendrecv",

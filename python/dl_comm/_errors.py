@@ -41,6 +41,18 @@ class PeerLostError(CommError):
     """Another process of the job has ended. The team cannot be used any more."""
 
 
+class RankFailedError(CommError):
+    """A rank of ``dl_comm.run`` has failed. The message has its traceback; the cause is its exception, if it has one.
+
+    Attributes:
+        rank: The rank that failed first.
+        signal: The number of the signal that killed it; None if none did.
+    """
+
+    rank: int = -1
+    signal: int | None = None
+
+
 _BY_CODE: dict[int, type[CommError]] = {
     -1: ArgumentError,
     -2: DTypeError,

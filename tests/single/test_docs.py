@@ -114,6 +114,14 @@ def test_every_variable_is_in_the_table() -> None:
     assert set(known) - used == {"DL_COMM_VENV"}, "unused variables"
 
 
+@pytest.mark.heavy
+def test_the_function_of_the_page_runs_on_ranks(tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/run.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "script.py").write_text(script)
+    finished = run([sys.executable, str(tmp_path / "script.py")], 200, {"OMP_NUM_THREADS": "1"})
+    assert finished.output == "2 True\n", finished.output
+
+
 README = (ROOT / "README.md").read_text()
 # What a script has before and after README's snippet; it prints "<same>" if all ranks end with the same parameters.
 DDP = (
@@ -234,6 +242,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.output
     for module, pattern in {
         "dl_comm": r"dl_comm\.allreduce",
+        "run": r"dl_comm\.run\.run",
         "torch": r"dl_comm\.torch\.DistributedOptimizer",
         "tensorflow": r"dl_comm\.tensorflow\.all_gather",
         "keras": r"dl_comm\.keras\.BroadcastCallback",

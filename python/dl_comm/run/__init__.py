@@ -3,6 +3,9 @@
     dl-comm run -n 4 python train.py
     dl-comm run -H node1:4,node2:4 --network eth0 --output-dir logs python train.py
 
+The package is the function ``dl_comm.run`` as well: it starts ranks from Python, and calls a function on each
+(``_function.py``).
+
 Detects MPICH, Open MPI, Slurm's ``srun`` and PBS; ``--dry-run`` prints the launcher's command line. After a failure it
 reports the rank that failed first, the cause, and the rank's last lines. docs/run.md is the manual.
 
@@ -11,25 +14,31 @@ Imports neither a framework nor the compiled module.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 from dl_comm._network import addresses, is_here, variables
 from dl_comm._torch_variables import hold_port
+from dl_comm.run import _launch
 from dl_comm.run._check import healthy
 from dl_comm.run._dump import dump
 from dl_comm.run._find import built_for, find
+from dl_comm.run._function import run
 from dl_comm.run._hosts import Host, allocation, assign_ranks
-from dl_comm.run._launch import run, wrapped
 from dl_comm.run._launchers import JobSpec, Launcher, command_line
 from dl_comm.run._options import Options, UsageError, parse
+from dl_comm.run._parent import end_with, report
+from dl_comm.run._report import Outcome
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "dl-comm-run") -> int:
@@ -44,17 +53,26 @@ def main(arguments: Sequence[str] | None = None, prog: str = "dl-comm-run") -> i
         have failed; 1 if ranks were stopped for an unknown reason, or if ``--check`` found a problem; 2 for an invalid
         command line.
     """
+    parent = None
     try:
-        return _run(parse(sys.argv[1:] if arguments is None else arguments, prog=prog))
+        options = parse(sys.argv[1:] if arguments is None else arguments, prog=prog)
+        parent = options.parent
+        if parent is not None:
+            end_with(parent[0])
+        found = _run(options)
     except UsageError as error:
-        _log(str(error))
-        return 2
+        found = Outcome(2, str(error))
+    if parent is not None:
+        report(*parent, found)
+    elif found.text:
+        _log(found.text)
+    return found.status
 
 
-def _run(options: Options) -> int:
+def _run(options: Options) -> Outcome:
     if options.dump is not None:
         print(dump(options.dump))
-        return 0
+        return Outcome(0, "")
     launcher = find(options, os.environ, built_for())
     hosts, job = _job(options, launcher)
     settings = _environment(options)
@@ -63,18 +81,18 @@ def _run(options: Options) -> int:
     if options.dry_run:
         before = ["env", *(f"{name}={value}" for name, value in settings.items())] if settings else []
         print(shlex.join([*before, *command_line(launcher, job)]))
-        return 0
+        return Outcome(0, "")
     env = {**os.environ, **settings}
     if options.check and not healthy(launcher, job, hosts, env):
-        return 1
+        return Outcome(1, "")
     if not options.command:
-        return 0
+        return Outcome(0, "")
     if options.output_dir:
         try:
             options.output_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--output-dir {options.output_dir}: {error.strerror}") from error
-    reported = replace(job, command=wrapped(options.command), names=(*job.names, "DL_COMM_RUN_CONFIG"))
+    reported = replace(job, command=_launch.wrapped(options.command), names=(*job.names, "DL_COMM_RUN_CONFIG"))
     rank_settings: dict[str, Any] = {
         "show": options.show,
         "output_dir": str(options.output_dir) if options.output_dir else None,
@@ -90,10 +108,7 @@ def _run(options: Options) -> int:
     if is_known and hosts or here:
         rank_settings["master"], _held = _master(hosts, options.network, here)
     reached = addresses([host.name for host in hosts], options.network, anywhere=bool(options.mpi_args))
-    found = run(command_line(launcher, reported), env, rank_settings, reached, job.ranks, options.grace)
-    if found.text:
-        _log(found.text)
-    return found.status
+    return _launch.run(command_line(launcher, reported), env, rank_settings, reached, job.ranks, options.grace)
 
 
 def _master(hosts: Sequence[Host], network: str | None, here: bool) -> tuple[tuple[str, int], socket.socket]:
@@ -139,3 +154,17 @@ def _environment(options: Options) -> dict[str, str]:
 def _log(text: str) -> None:
     lines = (line if line.startswith(" ") else f"dl-comm-run: {line}" for line in text.splitlines())
     print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+class _Package(ModuleType):
+    """The type of this package: ``dl_comm.run(function)`` calls it."""
+
+    __call__ = staticmethod(run)
+    __signature__ = inspect.signature(run)  # which inspect would take for a method
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        """By name, as pickles of other modules: a function may refer to it."""
+        return importlib.import_module, (self.__name__,)
+
+
+sys.modules[__name__].__class__ = _Package

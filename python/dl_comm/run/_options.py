@@ -46,6 +46,7 @@ class Options:
     check: bool = False
     dry_run: bool = False
     dump: int | None = None
+    parent: tuple[int, Path] | None = None
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, prog: str = "dl-comm-run") -> Options:
@@ -109,6 +110,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, pro
         check=given.check,
         dry_run=given.dry_run,
         dump=given.dump,
+        parent=(int(given.parent[0]), Path(given.parent[1])) if given.parent else None,
     )
 
 
@@ -203,5 +205,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         metavar="JOB",
         help="start nothing; the ranks of the running dl-comm-run process JOB write a dump",
     )
+    # For dl_comm.run(function): ends with that process, and writes the report to its folder.
+    how.add_argument("--parent", nargs=2, metavar=("PID", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="PROGRAM", help="the program and its arguments")
     return parser

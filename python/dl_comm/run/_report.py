@@ -26,10 +26,11 @@ _LOST = re.compile(r"(?:PeerLostError|dl_comm error -6): .*?\brank (\d+)\b")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The exit status and the report (empty after success)."""
+    """The exit status, the report (empty after success), and the rank that failed first, if known."""
 
     status: int
     text: str
+    first: Rank | None = None
 
 
 def outcome(
@@ -58,12 +59,12 @@ def outcome(
         if hang:
             how = f"{why(failed[0])}{after}" if first is failed[0] else why(failed[0])
             lines = [f"{hang}; rank(s) {spans(rank.rank for rank in failed)} gave up then: {how}"]
-            return Outcome(status_of(failed[0]), "\n".join(lines))
+            return Outcome(status_of(failed[0]), "\n".join(lines), first)
         lines = [f"{_name(first)} failed first{after}: {why(first)}", *_tail(first)]
         rest = [rank for rank in ranks.values() if rank not in failed and rank is not first]
         lines += _others(first, [rank for rank in failed if rank is not first], rest)
         own = status_of(first) if "seconds" in end else 0
-        return Outcome(own or status_of(failed[0]), "\n".join(lines))
+        return Outcome(own or status_of(failed[0]), "\n".join(lines), first)
     # MPICH's launcher reports success if a rank exits with 0 before MPI_Finalize, and kills the others.
     cut_short = any(rank.end is None or rank.end.get("killed") for rank in ranks.values())
     if status == 0 and not cut_short:
