@@ -1,4 +1,4 @@
-"""Steps, epochs, shards and learning rates for data-parallel training. Arithmetic only, no communication.
+"""Steps, epochs, samples and learning rates for data-parallel training. Arithmetic only, no communication.
 
 A schedule returns the learning rate of a step, counted from 0: an optional `WarmUp`, then a decay:
 
@@ -27,10 +27,12 @@ import numpy as np
 from dl_comm._checks import checked_float, checked_int
 from dl_comm._errors import ArgumentError
 from dl_comm._process import get_nranks, get_rank
+from dl_comm._sampler import DistributedSampler
 
 __all__ = [
     "Constant",
     "Cosine",
+    "DistributedSampler",
     "Exponential",
     "Piecewise",
     "Polynomial",
@@ -81,7 +83,8 @@ def shard(n: int, rank: int | None = None, nranks: int | None = None) -> range:
     Nothing is padded, dropped or repeated, so it suits evaluation: ``Subset(dataset, shard(len(dataset)))`` in torch,
     ``dataset.skip(part.start).take(len(part))`` in tf.data, ``x[part.start : part.stop]`` for arrays. Parts differ by
     at most one sample. ``dl_comm.all_gather(predictions, ragged=True)`` gives the predictions in the order of the data;
-    ``dl_comm.average_metrics(metrics, weight=len(part))`` the exact metrics. In training, use it with ``dl_comm.join``.
+    ``dl_comm.average_metrics(metrics, weight=len(part))`` the exact metrics. For training, `DistributedSampler`
+    shuffles.
 
     Args:
         n: The number of samples.

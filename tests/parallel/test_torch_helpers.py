@@ -49,6 +49,34 @@ def test_the_optimizer_follows_the_schedule(size: int) -> None:
     assert optimizer.param_groups[1]["lr"] == pytest.approx(schedule(6) / 10)
 
 
+@pytest.mark.parametrize("length", [0, 1, 7, 12])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_sampler_takes_what_that_of_torch_takes(length: int, drop_last: bool, rank: int, size: int) -> None:
+    """Without a shuffle; but torch refuses to pad nothing, and to drop all."""
+    if length < size and (drop_last or length == 0):
+        assert list(cdl.DistributedSampler(length, drop_last=drop_last)) == []
+        return
+    data = torch.utils.data.TensorDataset(torch.arange(length))
+    theirs = torch.utils.data.DistributedSampler(data, size, rank, shuffle=False, drop_last=drop_last)
+    ours = cdl.DistributedSampler(data, shuffle=False, drop_last=drop_last)
+    assert (list(ours), len(ours)) == (list(theirs), len(theirs))
+    assert (ours.rank, ours.num_replicas, ours.drop_last) == (theirs.rank, theirs.num_replicas, theirs.drop_last)
+
+
+def test_a_data_loader_with_workers_takes_the_sampler(rank: int, size: int) -> None:
+    sampler = cdl.DistributedSampler(list(range(10)), seed=3, even=False)
+    loader = torch.utils.data.DataLoader(list(range(10)), batch_size=2, sampler=sampler, num_workers=1)
+    seen = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert len(loader) == -(-len(sampler) // 2)
+        mine = torch.cat(list(loader))
+        assert mine.tolist() == list(sampler)
+        seen.append(cdl.all_gather(mine, ragged=True).tolist())
+        assert sorted(seen[-1]) == list(range(10))
+    assert seen[0] != seen[1]
+
+
 def test_a_rate_of_zero_has_no_ratio() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.0)
     with pytest.raises(mc.ArgumentError, match="a positive one"):

@@ -37,12 +37,14 @@ from dl_comm.torch._optimizer import AveragingOptimizer, DistributedOptimizer
 from dl_comm.torch._reducer import Communication
 from dl_comm.torch._training import load_checkpoint, lr_scheduler, save_checkpoint
 from dl_comm.torch._work import Work
+from dl_comm.training import DistributedSampler
 from dl_comm_torch_backend import register_if_available
 
 __all__ = [
     "AveragingOptimizer",
     "Communication",
     "DistributedOptimizer",
+    "DistributedSampler",
     "Group",
     "Status",
     "SyncBatchNorm",
