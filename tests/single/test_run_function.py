@@ -16,7 +16,7 @@ from launch import Finished, run
 
 # A script without `if __name__ == "__main__"`: the ranks must not run it again.
 START = """
-import contextlib, io, os, signal, sys, time
+import atexit, contextlib, io, os, signal, sys, time
 import dl_comm
 print("script")
 
@@ -112,6 +112,7 @@ def differs():
         if how == "exit": os._exit(0)
         if how == "status": os._exit(3)
         if how == "stop": sys.exit(4)
+        if how == "at exit": atexit.register(os._exit, 5)
         if how == "nested": dl_comm.run(differs, 1)
     return 1
 
@@ -121,6 +122,7 @@ expected = {
     "exit": "rank(s) 1 ended before the function returned: exit status 0",
     "status": "rank 1 of 2 failed: exit status 3",
     "stop": "rank 1 of 2 failed: SystemExit: 4",
+    "at exit": "rank 1 of 2 has returned, and failed then: exit status 5",
     "nested": "dl_comm.run was called on rank 1 of 2, and starts ranks itself: call the function there",
 }
 for how, words in expected.items():

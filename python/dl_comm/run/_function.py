@@ -293,7 +293,7 @@ def _raise_failure(found: dict[int, dict[str, Any]], ranks: int, report: dict[st
     first = report["first"]
     errors = {rank: note for rank, note in found.items() if "what" in note}
     missing = [rank for rank in range(ranks) if rank not in found]
-    if first is not None and (first["rank"] not in errors):
+    if first is not None and (first["rank"] in missing or not errors):
         rank = first["rank"]
         when = "failed" if rank in missing else "has returned, and failed then"
         raise _failed(rank, f"dl_comm.run: rank {rank} of {ranks} {when}: {first['why']}", first["signal"] or None)
