@@ -81,7 +81,9 @@ def test_the_first_command_ends_with_the_gain(tmp_path: Path) -> None:
     (tree / "setup.sh").write_text("#!/bin/sh\n")
     (tree / "setup.sh").chmod(0o755)
     arguments = ["numpy_mnist", "--epochs", "3", "--checkpoint", str(tmp_path / "model")]
-    finished = run([str(tree / "run.sh"), *arguments], 120, {"DL_COMM_VENV": sys.prefix, "HOME": str(tmp_path)})
+    finished = run(
+        [str(tree / "run.sh"), *arguments], 120, {"DL_COMM_VENV": sys.prefix, "HOME": str(tmp_path), "PYTHONPATH": ""}
+    )
     assert finished.returncode == 0, finished.output
     *_, last = finished.output.splitlines()
     assert re.fullmatch(r"dl_comm: \d+ images/s on 1 process, \d+ on 2: \d+\.\d\d times on this machine", last), (
