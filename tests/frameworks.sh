@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Trains with frameworks on top of torch.distributed, on two processes, with the process-group backend dl_comm and with gloo:
-# the losses must be the same. Each framework has a temporary environment on top of that of tests/run.sh (run that first).
-# tests/frameworks.sh [lightning|accelerate|transformers]...
+# Trains with frameworks on top of torch.distributed, and as PyTorch's reference scripts do, on two processes, with the
+# process-group backend dl_comm and with gloo: the losses must be the same. Each case has a temporary environment on top of
+# that of tests/run.sh (run that first).
+# tests/frameworks.sh [lightning|accelerate|transformers|imagenet|torchvision]...
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 base=$(cd "${DL_COMM_VENV:-.venv}" && pwd) || exit 1
 cases=("$@")
-[ $# -gt 0 ] || cases=(lightning accelerate transformers)
+[ $# -gt 0 ] || cases=(lightning accelerate transformers imagenet torchvision)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export OMP_NUM_THREADS=1 DL_COMM_DUMP_DIR=none
@@ -19,18 +20,23 @@ environment() { # PACKAGE...: a Python with these packages and those of the base
   local site
   site=$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   "$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/base.pth"
-  "$work/venv/bin/python" -m pip install -q "$@"
+  # The torch of the base stays: pip takes the versions that fit it.
+  "$work/venv/bin/python" -m pip install -q "$@" \
+    "torch==$("$base/bin/python" -c 'import importlib.metadata; print(importlib.metadata.version("torch"))')"
 }
 
 train() { # CASE BACKEND START: prints the loss
-  local command=()
+  local command=() options=()
+  rm -rf "$work/folder" && mkdir "$work/folder" || return 1
   case $3 in
     torchrun) command=("$work/venv/bin/python" -m torch.distributed.run --standalone --nproc-per-node 2) ;;
     dl-comm-run) command=("$base/bin/dl-comm-run" -n 2 "$work/venv/bin/python") ;;
     dl-comm-env) command=("$base/bin/mpiexec" -n 2 "$base/bin/dl-comm" env "$work/venv/bin/python") ;;
     itself) command=("$work/venv/bin/python") ;;
+    spawn) command=("$work/venv/bin/python") options=(--multiprocessing-distributed) ;;
   esac
-  timeout -k 5 300 "${command[@]}" "tests/frameworks/$1_train.py" "$2" >"$work/$2.txt" 2>&1 &&
+  timeout -k 5 300 "${command[@]}" "tests/frameworks/$1_train.py" "$2" "$work/folder" "${options[@]}" \
+    >"$work/$2.txt" 2>&1 &&
     grep -qx "backend $2" "$work/$2.txt" && grep -oP '^loss \K.*' "$work/$2.txt"
 }
 
@@ -52,6 +58,8 @@ for case in "${cases[@]}"; do
     lightning) environment "$case" && same "$case" itself ;; # it starts its processes
     accelerate) environment "$case" && same "$case" torchrun dl-comm-run dl-comm-env ;;
     transformers) environment accelerate transformers && same "$case" torchrun dl-comm-run dl-comm-env ;;
+    imagenet) environment torchvision && same "$case" torchrun dl-comm-run dl-comm-env spawn ;;
+    torchvision) environment "$case" && same "$case" torchrun dl-comm-run dl-comm-env ;;
     *) echo "no case $case" && false ;;
   esac
   # shellcheck disable=SC2181

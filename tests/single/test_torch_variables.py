@@ -55,6 +55,56 @@ if ddp:
     dist.destroy_process_group()
 """
 
+# As the reference scripts of torchvision: torch gets the numbers that the script has read, other ranks print nothing.
+TORCHVISION = """
+import builtins, os, sys, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+torch.set_num_threads(1)
+rank = world_size = None
+if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+elif "SLURM_PROCID" in os.environ:
+    rank = int(os.environ["SLURM_PROCID"])
+else:
+    sys.exit("Not using distributed mode")
+dist.init_process_group(sys.argv[1], init_method="env://", world_size=world_size, rank=rank)
+dist.barrier()
+stock = builtins.print
+builtins.print = lambda *values, force=False: stock(*values) if rank == 0 or force else None
+
+def reduce_across_processes(value):
+    total = torch.tensor(value)
+    dist.barrier()
+    dist.all_reduce(total)
+    return total
+
+torch.manual_seed(rank)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+model = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+inputs = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+sampler = DistributedSampler(data)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    samples, total = 0, 0.0
+    for inputs, targets in DataLoader(data, 4, sampler=sampler):
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        samples, total = samples + len(inputs), total + loss.item() * len(inputs)
+    count, total = reduce_across_processes([samples, total]).tolist()
+    assert count == reduce_across_processes(samples).item() == len(data)
+assert dist.get_world_size() == 2
+print(f"once: {total / count:.5f}")
+print(f"rank {rank}: {total / count:.5f}", force=True)
+dist.destroy_process_group()
+"""
+
 
 def check_six(finished: Finished, ranks: int) -> dict[str, str]:
     assert finished.returncode == 0, finished.output
@@ -121,9 +171,10 @@ def test_an_import_changes_no_handler() -> None:
     assert finished.returncode == 0, finished.output
 
 
-def test_a_script_that_asks_for_RANK_first_trains_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [NANOGPT, TORCHVISION], ids=["nanoGPT", "torchvision"])
+def test_a_script_that_asks_for_RANK_first_trains_together(tmp_path: Path, script: str) -> None:
     program = tmp_path / "train.py"
-    program.write_text(NANOGPT)
+    program.write_text(script)
     command = [*python(*TORCH), str(program)]
     results = {
         "gloo": start_plain(2, [*command, "gloo"], 90, SETTINGS).output,
@@ -134,6 +185,7 @@ def test_a_script_that_asks_for_RANK_first_trains_together(tmp_path: Path) -> No
     assert [rank for rank, _ in found["gloo"]] == ["0", "1"], results
     assert len({weights for ranks in found.values() for _, weights in ranks}) == 1, found
     assert all(len(ranks) == 2 for ranks in found.values()), results
+    assert {text.count("once: ") for text in results.values()} == {int(script == TORCHVISION)}, results
 
 
 @pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
