@@ -15,9 +15,8 @@ import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._errors import CommError
-from dl_comm._groups import Group
+from dl_comm._groups import CONTROL_TEAM, Group
 from dl_comm._ops import allreduce
-from dl_comm._process import CONTROL_TEAM
 
 
 @contextmanager

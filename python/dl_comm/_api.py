@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dl_comm import _process, timeline, training
+from dl_comm import timeline, training
 from dl_comm._checkpoint import rank0_path, rank_path, read_on_rank0, write_on_rank0
 from dl_comm._collectives import average, broadcast, check_buffers_match, gradients
 from dl_comm._communicators import (
@@ -23,6 +23,7 @@ from dl_comm._communicators import (
 )
 from dl_comm._diagnosis import dump, stats, topology
 from dl_comm._dl_comm import __version__, core_id
+from dl_comm._end import finalize, finalize_at_exit
 from dl_comm._errors import (
     ArgumentError,
     CommError,
@@ -34,50 +35,60 @@ from dl_comm._errors import (
     TimeoutError,  # noqa: A004 - a subclass of the builtin
     error_of,
 )
-from dl_comm._groups import Group, Status, Work, join, split
+from dl_comm._groups import Group, Status, Work, join
+from dl_comm._init import init
 from dl_comm._memory import shared_memory, shared_zeros
 from dl_comm._methods import world
 from dl_comm._metrics import average_metrics
 from dl_comm._objects import all_gather_object, broadcast_object, gather_object
-from dl_comm._ops import (
-    all_gather,
-    all_to_all,
-    allreduce,
-    gather,
-    recv,
-    reduce,
-    reduce_scatter,
-    scatter,
-    send,
-    sendrecv,
-)
+from dl_comm._ops import barrier
 from dl_comm._paths import get_cmake_dir, get_include
-from dl_comm._process import (
-    barrier,
-    config_team,
-    create_team,
-    finalize,
+from dl_comm._ranks import (
     get_localrank,
     get_nranks,
     get_rank,
-    get_waited,
-    init,
-    init_mpi,
     is_initialized,
     local_rank,
     local_size,
     num_hosts,
     rank,
-    set_timeout,
     size,
 )
 from dl_comm._selector import CollectiveSelector, collective_availability, collective_selector
+from dl_comm._split import split
+from dl_comm._start import init_mpi
 from dl_comm._stats_writer import StatsWriter
+from dl_comm._teams import config_team, create_team, get_waited, set_timeout
 
 if TYPE_CHECKING:
+    # Type checkers and the documentation read these.
+    from dl_comm._ops import (
+        all_gather,
+        all_to_all,
+        allreduce,
+        gather,
+        recv,
+        reduce,
+        reduce_scatter,
+        scatter,
+        send,
+        sendrecv,
+    )
     from dl_comm.run import run
 else:
     from dl_comm import run  # the package, which can be called
+    from dl_comm._dispatch import (
+        all_gather,
+        all_to_all,
+        allreduce,
+        gather,
+        recv,
+        reduce,
+        reduce_scatter,
+        scatter,
+        send,
+        sendrecv,
+    )
 
 __all__ = [
     "ArgumentError",
@@ -161,4 +172,4 @@ __all__ = [
     "write_on_rank0",
 ]
 
-_process.finalize_at_exit()
+finalize_at_exit()

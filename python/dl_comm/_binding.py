@@ -24,14 +24,19 @@ def binding_of(tensors: Iterable[Any]) -> ModuleType | None:
 def _binding_for(*types: type) -> ModuleType | None:
     names = {each.__module__.partition(".")[0] for each in types}
     if not names.isdisjoint(("tensorflow", "keras")):
-        from dl_comm import tensorflow
+        return binding_named("tensorflow")
+    return binding_named("torch") if "torch" in names else None
 
-        return tensorflow
-    if "torch" in names:
-        from dl_comm import torch
 
-        return torch
-    return None
+def binding_named(name: str) -> ModuleType:
+    """The binding of a framework, which is imported now."""
+    if name == "torch":
+        from dl_comm.torch import _binding as torch_binding
+
+        return torch_binding
+    from dl_comm.tensorflow import _binding as tensorflow_binding
+
+    return tensorflow_binding
 
 
 def of_every_framework(function: _Function) -> _Function:
@@ -56,7 +61,7 @@ def of_every_framework(function: _Function) -> _Function:
         binding = binding_of(given) if issubclass(kind, (list, tuple)) else _binding_for(kind)
         if binding is None:
             return function(*args, **kwargs)
-        if (writes or kwargs) and binding.__name__.endswith(".tensorflow"):
+        if (writes or kwargs) and binding.ARE_IMMUTABLE:
             if writes:
                 raise DTypeError(f"{name} cannot write into TensorFlow tensors; use dl_comm.tensorflow.{name}")
             for option in ("out", "async_op"):

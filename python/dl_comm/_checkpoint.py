@@ -18,7 +18,7 @@ from dl_comm._checks import checked_path
 from dl_comm._errors import ArgumentError, CommError
 from dl_comm._groups import Group, given, unless_world
 from dl_comm._ops import broadcast_in
-from dl_comm._process import get_rank
+from dl_comm._ranks import get_rank
 
 Location = str | os.PathLike[str]
 

@@ -13,10 +13,10 @@ from dl_comm._agreement import failing_together
 from dl_comm._binding import binding_of
 from dl_comm._checks import checked_name, checked_root, checked_team, seconds
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import Group, averaging_team, checked_place, is_routed, unless_world
+from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_routed, unless_world
 from dl_comm._memory import new_result_like
 from dl_comm._ops import broadcast_in
-from dl_comm._process import CONTROL_TEAM
+from dl_comm._towers import as_towers, in_towers, listed
 
 _ARRAYS = {np.ndarray}
 # Element types that the plugin's broadcast lacks.
@@ -109,29 +109,6 @@ def _refuse_masked(arrays: list[Any]) -> None:
             )
 
 
-def as_towers(tensors: Any, argument: str = "gradients") -> tuple[int | None, list[Any]]:
-    """The number of towers (None for a single list of tensors), and the tensors of all towers in one list.
-
-    Raises ArgumentError when a list is empty, contains None, or differs in length; DTypeError when it is not a list.
-    """
-    listed = _listed(tensors, argument)
-    if not all(isinstance(tower, (list, tuple)) for tower in listed):
-        return None, listed
-    towers = [_listed(tower, argument) for tower in listed]
-    for index, tower in enumerate(towers):
-        if len(tower) != len(towers[0]):
-            raise ArgumentError(
-                f"tower {index} has {len(tower)} tensors and tower 0 has {len(towers[0])}; all towers must be equal"
-            )
-    return len(towers), [tensor for tower in towers for tensor in tower]
-
-
-def in_towers(tensors: list[Any], towers: int) -> list[list[Any]]:
-    """The reverse of ``as_towers``."""
-    count = len(tensors) // towers
-    return [tensors[start : start + count] for start in range(0, len(tensors), count)]
-
-
 def broadcast(
     tensors: Sequence[Any],
     root: int = 0,
@@ -161,12 +138,12 @@ def broadcast(
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     limit, group = seconds(timeout), unless_world(group)
-    tensors = _listed(tensors, "broadcast")
+    tensors = listed(tensors, "broadcast")
     framework = binding_of(tensors)
     if framework is not None:
         if not async_op:
             return list(framework.broadcast(tensors, root, timeout=timeout, group=group))
-        if framework.__name__.endswith(".tensorflow"):
+        if framework.ARE_IMMUTABLE:
             raise ArgumentError("broadcast of TensorFlow tensors returns new tensors; it takes no async_op")
         return framework.broadcast(tensors, root, timeout=timeout, group=group, async_op=True)
     if group is not None or async_op or is_routed():
@@ -235,7 +212,7 @@ def check_buffers_match(arrays: Sequence[Any], verbose: int = 0) -> int:
         MismatchError: The lists have different shapes or element types.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    arrays = [_host_array(array) for array in _listed(arrays, "check_buffers_match")]
+    arrays = [_host_array(array) for array in listed(arrays, "check_buffers_match")]
     _refuse_masked(arrays)
     return 0 if _dl_comm.buffers_match(arrays, bool(verbose)) else 1
 
@@ -251,15 +228,3 @@ def _host_array(tensor: Any) -> Any:
     if isinstance(tensor, np.generic):  # a TensorFlow session returns these for scalars
         return np.asarray(tensor)
     return np.ascontiguousarray(tensor.numpy()) if hasattr(tensor, "numpy") else tensor
-
-
-def _listed(tensors: Sequence[Any], function: str) -> list[Any]:
-    if hasattr(tensors, "shape") or not hasattr(tensors, "__iter__"):
-        raise DTypeError(f"{function} takes a list, not a {type(tensors).__name__}; wrap it: [tensor]")
-    tensors = list(tensors)
-    if not tensors:
-        raise ArgumentError(f"the list is empty; {function} needs at least one tensor")
-    for index, tensor in enumerate(tensors):
-        if tensor is None:
-            raise ArgumentError(f"tensor {index} is None; pass only the gradients that exist, the same on all ranks")
-    return tensors

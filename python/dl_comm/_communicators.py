@@ -20,8 +20,9 @@ import numpy as np
 
 from dl_comm._agreement import failing_together
 from dl_comm._checks import checked_int
+from dl_comm._end import on_end
 from dl_comm._errors import ArgumentError
-from dl_comm._groups import Group, given, on_end, world
+from dl_comm._groups import Group, given, world
 from dl_comm._ops import all_gather, allreduce
 
 

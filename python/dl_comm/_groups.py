@@ -8,16 +8,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
-
 from dl_comm import _dl_comm
 from dl_comm._checks import checked_int, checked_ints, checked_team, checked_text, seconds
+from dl_comm._end import on_end
 from dl_comm._errors import ArgumentError, StateError
 
 if TYPE_CHECKING:
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+CONTROL_TEAM = -1
+"""The team of broadcasts, barriers and metrics."""
 _DEFAULT_TEAM = 0
 """The team whose group runs the collectives of all ranks."""
 
@@ -381,9 +381,6 @@ _route: Route | None = None
 route_changes = 0
 """How often the route has changed. Torch's compiler keeps a graph as long as this number is the same."""
 
-on_end: list[Callable[[], None]] = []
-"""Called by ``finalize``, after which groups are gone."""
-
 
 def world() -> Group:
     """The group of all ranks that runs the calls without a group."""
@@ -413,8 +410,9 @@ def forget_world() -> None:
     _world = None
     _hosts_of.cache_clear()
     set_route(None)
-    for forget in on_end:
-        forget()
+
+
+on_end.append(forget_world)
 
 
 def given(group: Group | None, collective: int = 0, *, device: str = "cpu", async_op: bool = False) -> Group:
@@ -449,44 +447,6 @@ def averaging_team(group: Group | None, team: int) -> int:
     """
     # As runtime/state.rs: below the number of the control team.
     return team if group is None or group is _world else -1 - given(group).number
-
-
-def split(color: int | None, key: int = 0, *, group: Group | None = None, name: str = "") -> Group | None:
-    """Splits a group: the ranks with the same ``color`` make one, as ``MPI_Comm_split``. Collective.
-
-    Args:
-        color: A number; None: this rank is in no new group.
-        key: Orders the ranks of a new group; equal keys are ordered by rank.
-        group: The group to split; None: all ranks.
-        name: Stands in error messages.
-
-    Returns:
-        The new group of this rank, or None.
-
-    Raises:
-        ArgumentError: ``color`` or ``key`` is no integer; the other ranks raise MismatchError.
-    """
-    from dl_comm._agreement import failing_together
-    from dl_comm._ops import all_gather
-
-    parent = given(group)
-    with failing_together("split", parent):
-        mine = _checked_color(color, key)
-        checked_text("name", name)
-    rows = all_gather(mine, group=parent, name="split").reshape(parent.size, 3)
-    if color is None:
-        return None
-    members = [rank for rank in range(parent.size) if rows[rank, 2] and rows[rank, 0] == mine[0]]
-    members.sort(key=lambda rank: int(rows[rank, 1]))
-    return Group([parent.ranks[rank] for rank in members], name or f"split {color}")
-
-
-def _checked_color(color: Any, key: Any) -> np.ndarray:
-    try:
-        numbers = (0 if color is None else operator.index(color), operator.index(key), color is not None)
-        return np.array(numbers, dtype=np.int64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ArgumentError(f"invalid color {color!r} or key {key!r} (expected integers of 64 bits)") from error
 
 
 def join(*, group: Group | None = None, timeout: float | None = None) -> int:

@@ -12,27 +12,29 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from dl_comm import _ops
+from dl_comm import _dispatch
 from dl_comm._checkpoint import read_on_rank0, write_on_rank0
 from dl_comm._collectives import average, broadcast, gradients
 from dl_comm._communicators import grid
-from dl_comm._groups import Group, join, split
+from dl_comm._groups import Group, join
 from dl_comm._groups import world as all_ranks
 from dl_comm._metrics import average_metrics
 from dl_comm._objects import all_gather_object, broadcast_object, gather_object
-from dl_comm._process import barrier, ensure_initialized
+from dl_comm._ops import barrier
+from dl_comm._split import split
+from dl_comm._start import ensure_initialized
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    _ops.allreduce,
-    _ops.reduce,
-    _ops.all_gather,
-    _ops.gather,
-    _ops.scatter,
-    _ops.reduce_scatter,
-    _ops.all_to_all,
-    _ops.send,
-    _ops.recv,
-    _ops.sendrecv,
+    _dispatch.allreduce,
+    _dispatch.reduce,
+    _dispatch.all_gather,
+    _dispatch.gather,
+    _dispatch.scatter,
+    _dispatch.reduce_scatter,
+    _dispatch.all_to_all,
+    _dispatch.send,
+    _dispatch.recv,
+    _dispatch.sendrecv,
     broadcast,
     barrier,
     gradients,

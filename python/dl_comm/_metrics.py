@@ -15,8 +15,7 @@ from dl_comm import _dl_comm
 from dl_comm._agreement import failing_together
 from dl_comm._checks import checked_float
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import Group, averaging_team, unless_world
-from dl_comm._process import CONTROL_TEAM
+from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, unless_world
 
 
 def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0, *, group: Group | None = None) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dl_comm import _dl_comm
 from dl_comm._arguments import (
     NO_FACTORS,
     OPERATORS,
@@ -29,10 +30,9 @@ from dl_comm._arguments import (
     results_like,
     returned,
 )
-from dl_comm._binding import of_every_framework
-from dl_comm._checks import checked_flag, checked_name
+from dl_comm._checks import checked_flag, checked_name, seconds
 from dl_comm._errors import ArgumentError
-from dl_comm._groups import Group, Status, Work, given, limit
+from dl_comm._groups import Group, Status, Work, given, is_routed, limit, unless_world
 from dl_comm._memory import new_result_like
 
 # The codes of dl_comm.h.
@@ -71,7 +71,6 @@ class _Call:
         return result()
 
 
-@of_every_framework
 def allreduce(
     x: Any,
     op: str = "sum",
@@ -126,7 +125,6 @@ def allreduce(
     return call(result, arrays, results, operator=operator, factors=factors)
 
 
-@of_every_framework
 def reduce(
     x: Any,
     root: int = 0,
@@ -155,7 +153,6 @@ def reduce(
     return call(returned(out, results, wrap), arrays, results, operator=operator, root=root)
 
 
-@of_every_framework
 def all_gather(
     x: Any,
     *,
@@ -192,7 +189,6 @@ def all_gather(
     return call(result, arrays, results, counts=(in_elements(rows, arrays[0]), None))
 
 
-@of_every_framework
 def gather(
     x: Any,
     root: int = 0,
@@ -218,7 +214,6 @@ def gather(
     return call(result, arrays, results, root=root, counts=(elements, None))
 
 
-@of_every_framework
 def scatter(
     x: Any,
     root: int = 0,
@@ -264,7 +259,6 @@ def scatter(
     return call(lambda: out, sources, results, root=root, counts=(elements, None))
 
 
-@of_every_framework
 def reduce_scatter(
     x: Any,
     op: str = "sum",
@@ -307,7 +301,6 @@ def reduce_scatter(
     return call(result, arrays, results, operator=operator, counts=counted, factors=factors)
 
 
-@of_every_framework
 def all_to_all(
     x: Any,
     *,
@@ -358,7 +351,6 @@ def all_to_all(
     return call(returned(out, results, kind_of(x)), arrays, results, counts=counts)
 
 
-@of_every_framework
 def send(
     x: Any,
     dest: int,
@@ -391,7 +383,6 @@ def send(
     return None
 
 
-@of_every_framework
 def recv(
     out: Any,
     source: int | None = None,
@@ -424,7 +415,6 @@ def recv(
     return Status(*members.handle.send_receive(None, message))
 
 
-@of_every_framework
 def sendrecv(
     x: Any,
     dest: int,
@@ -458,8 +448,20 @@ def broadcast_in(
     return call(lambda: arrays, arrays, arrays, root=checked_rank(root, call.group))
 
 
-def barrier_in(group: Group | None, timeout: float | None) -> None:
-    """Waits for all ranks of a group."""
+def barrier(*, timeout: float | None = None, group: Group | None = None) -> None:
+    """Returns when every rank has called it. Collective.
+
+    Args:
+        group: The ranks that take part; None: all.
+        timeout: The deadline in seconds, instead of ``DL_COMM_TIMEOUT_S``; 0: no limit.
+
+    Raises:
+        TimeoutError: A rank missed the deadline.
+        PeerLostError: A rank has ended.
+    """
+    if unless_world(group) is None and not is_routed():
+        _dl_comm.barrier(seconds(timeout))
+        return
     _Call(_BARRIER, group, None, timeout, False)(nothing, [], [])
 
 

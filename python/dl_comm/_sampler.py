@@ -12,7 +12,7 @@ import numpy as np
 
 from dl_comm._checks import checked_flag, checked_int
 from dl_comm._errors import ArgumentError
-from dl_comm._process import get_nranks, get_rank
+from dl_comm._ranks import get_nranks, get_rank
 
 _MAX = 2**62
 

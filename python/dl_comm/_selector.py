@@ -11,6 +11,7 @@ from typing import Any
 
 from dl_comm import _communicators, _dl_comm, _groups
 from dl_comm._communicators import communicator, span
+from dl_comm._end import on_end
 from dl_comm._errors import ArgumentError, CommError
 from dl_comm._groups import Group
 from dl_comm._hierarchy import Levels
@@ -226,5 +227,5 @@ def _hierarchy(group: Group, begin: int, end: int) -> Group:
 
 _communicators.on_change.append(update_route)
 _communicators.on_pop.append(_free_variants)
-_groups.on_end.append(_forget_groups)
+on_end.append(_forget_groups)
 collective_selector = CollectiveSelector()

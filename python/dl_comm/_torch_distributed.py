@@ -21,10 +21,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from dl_comm import _dl_comm, _process
+from dl_comm import _dl_comm
 from dl_comm._build import abi_of
+from dl_comm._end import at_exit, finalize, finalize_at_exit
 from dl_comm._errors import ArgumentError, CommError, MismatchError, StateError, TimeoutError
 from dl_comm._load import check_one_core, ops_library
+from dl_comm._rank_variables import master_of_rank_0, name_master, other_hosts, reachable_address
+from dl_comm._start import ensure_initialized, start_by_store
 from dl_comm._torch_variables import given, launched
 
 _KEY = "dl_comm/start"
@@ -83,7 +86,7 @@ def _end_with_launcher() -> None:
 def _leave_launcher(pid: int) -> None:
     """Ends together where the launcher has started MPI: it kills the other ranks when one ends that has not left it."""
     if os.getpid() == pid and _is_started() and _dl_comm.hosts() > 1:
-        _process.at_exit(pid)
+        at_exit(pid)
 
 
 def _seconds(timeout: timedelta) -> float:
@@ -126,7 +129,7 @@ def _do_nothing(_backend: Any, _device: Any) -> None:
 def _end_earlier_job() -> None:
     """Ends the job of an earlier default group, which may have had other ranks. Not one that the script has started."""
     if _started_here and _is_started() and not _dl_comm.is_initialized() and _dl_comm.hosts() == 1:
-        _process.finalize()
+        finalize()
 
 
 def _start_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -139,7 +142,7 @@ def _start_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
     if any(job["job"] for job in jobs):
         _check_same_job(jobs)
     else:
-        _process.start_by_store(store, rank, size)
+        start_by_store(store, rank, size)
         _started_here = True
         _name_master(store, rank, timeout)
 
@@ -149,9 +152,9 @@ def _name_master(store: Any, rank: int, timeout: timedelta) -> None:
     key = f"{_KEY}/master"
     if rank == 0:
         is_alone = _dl_comm.hosts() == 1
-        store.set(key, " ".join(_process.master_of_rank_0(is_alone, [] if is_alone else _process.other_hosts())))
+        store.set(key, " ".join(master_of_rank_0(is_alone, [] if is_alone else other_hosts())))
     store.wait([key], timeout)
-    _process.name_master(*store.get(key).decode().split())
+    name_master(*store.get(key).decode().split())
     # A later process group may use the same store.
     if store.add(f"{key}/readers", 1) == _dl_comm.size():
         for each in (key, f"{key}/readers"):
@@ -245,13 +248,13 @@ def _rendezvous(timeout: timedelta) -> Iterator[tuple[Any, int, int]]:
     from dl_comm._objects import broadcast_object
 
     # Launchers kill the other ranks when one ends that has not left MPI, which it does with them.
-    _process.finalize_at_exit()
-    _process.ensure_initialized()
+    finalize_at_exit()
+    ensure_initialized()
     rank, size = _dl_comm.rank(), _dl_comm.size()
     store = None
     address: Any = None
     if rank == 0:
-        host = "127.0.0.1" if _dl_comm.hosts() == 1 else _process.reachable_address(_process.other_hosts())
+        host = "127.0.0.1" if _dl_comm.hosts() == 1 else reachable_address(other_hosts())
         store = TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
         address = (host, store.port)
     host, port = broadcast_object(address, 0)

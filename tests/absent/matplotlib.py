@@ -1,3 +1,3 @@
-"""Hides matplotlib from the programs of the tests: Keras imports it where it is installed, which takes a sixth of its start."""
+"""Hides matplotlib, which Keras imports where it is installed; tests/run.sh has the reason."""
 
 raise ImportError("hidden by tests/absent")

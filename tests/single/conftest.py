@@ -14,7 +14,6 @@ import hosts
 from launch import Finished, launch
 from plain_ranks import Ranks, shared_memory
 
-
 # What tests/run.sh hides from programs; tests draw.
 _HIDDEN = str(Path(__file__).parents[1] / "absent")
 sys.path[:] = [folder for folder in sys.path if folder != _HIDDEN]

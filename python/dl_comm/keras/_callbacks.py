@@ -12,11 +12,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import dl_comm
+from dl_comm._groups import Group
+from dl_comm._metrics import average_metrics
 from dl_comm._private_names import check
-from dl_comm._process import ensure_initialized
+from dl_comm._start import ensure_initialized
+from dl_comm._stats_writer import StatsWriter
 from dl_comm.keras._optimizer import has_started, retrace_train_step, shared_state
-from dl_comm.tensorflow import _ops, broadcast_variables
+from dl_comm.tensorflow import _ops
+from dl_comm.tensorflow._variables import broadcast_variables
 
 
 class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -35,7 +38,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
     Raises (from `fit`): `dl_comm.CommError`.
     """
 
-    def __init__(self, root: int = 0, *, group: dl_comm.Group | None = None) -> None:
+    def __init__(self, root: int = 0, *, group: Group | None = None) -> None:
         """Store the root and the group."""
         check("keras")
         super().__init__()
@@ -110,7 +113,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     `dl_comm.average_metrics`.
     """
 
-    def __init__(self, weight: float = 1.0, *, group: dl_comm.Group | None = None) -> None:
+    def __init__(self, weight: float = 1.0, *, group: Group | None = None) -> None:
         """Store the weight of this rank, and the group."""
         super().__init__()
         self._weight, self._group = weight, group
@@ -133,12 +136,12 @@ class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Store the writer of the curves: see `dl_comm.StatsWriter`; None: logs only."""
         super().__init__()
         self._writer = writer
-        self._stats: dl_comm.StatsWriter | None = None
+        self._stats: StatsWriter | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Start an interval."""
         ensure_initialized()
-        self._stats = dl_comm.StatsWriter(self._writer)
+        self._stats = StatsWriter(self._writer)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Write the statistics of this epoch, and add them to `logs`."""
@@ -148,7 +151,7 @@ class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 logs.update(values)
 
 
-def average_logs(logs: dict[str, Any], weight: float = 1.0, *, group: dl_comm.Group | None = None) -> dict[str, Any]:
+def average_logs(logs: dict[str, Any], weight: float = 1.0, *, group: Group | None = None) -> dict[str, Any]:
     """Average a dict of metrics, such as that of `model.evaluate(..., return_dict=True)`, over the ranks.
 
     Applies `dl_comm.average_metrics` to the entries that are single numbers, and returns the others unchanged. Calls
@@ -156,7 +159,7 @@ def average_logs(logs: dict[str, Any], weight: float = 1.0, *, group: dl_comm.Gr
     """
     ensure_initialized()
     numbers = {name: value for name, value in logs.items() if _is_number(value)}
-    return {**logs, **dl_comm.average_metrics(numbers, weight, group=group)}
+    return {**logs, **average_metrics(numbers, weight, group=group)}
 
 
 def _is_number(value: Any) -> bool:

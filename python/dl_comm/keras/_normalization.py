@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from dl_comm._groups import Group
 from dl_comm._private_names import check
-from dl_comm._process import ensure_initialized
-from dl_comm.tensorflow import allreduce
+from dl_comm._start import ensure_initialized
+from dl_comm.tensorflow._collectives import allreduce
 from dl_comm.tensorflow._ops import no_autograph
 
 

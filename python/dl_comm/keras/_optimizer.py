@@ -20,12 +20,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dl_comm import ArgumentError, DTypeError
+from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group
 from dl_comm._private_names import check
-from dl_comm._process import new_owner, start_averages
+from dl_comm._teams import new_owner, start_averages
 from dl_comm._tensor_names import agreed_order
-from dl_comm.tensorflow import _ops, broadcast_variables
+from dl_comm.tensorflow import _ops
+from dl_comm.tensorflow._variables import broadcast_variables
 
 
 class AveragingOptimizer:

@@ -10,8 +10,9 @@ from typing import Any
 
 import keras
 
-from dl_comm import ArgumentError, training
-from dl_comm.tensorflow import learning_rate
+from dl_comm import training
+from dl_comm._errors import ArgumentError
+from dl_comm.tensorflow._training import learning_rate
 
 
 @keras.saving.register_keras_serializable(package="dl_comm")

@@ -17,9 +17,15 @@ ranks issue the same calls of a team; the core matches them by signature. Teams 
 
 from __future__ import annotations
 
-import dl_comm
-from dl_comm import Group, all_gather_object, broadcast_object, gather_object, split
-from dl_comm._process import ensure_initialized
+from dl_comm import _ranks
+from dl_comm._collectives import check_buffers_match
+from dl_comm._end import finalize
+from dl_comm._groups import Group
+from dl_comm._init import init
+from dl_comm._objects import all_gather_object, broadcast_object, gather_object
+from dl_comm._split import split
+from dl_comm._start import ensure_initialized, init_mpi
+from dl_comm._teams import config_team
 from dl_comm.tensorflow import _derivatives  # noqa: F401 - registers the gradients
 from dl_comm.tensorflow._collectives import (
     all_gather,
@@ -75,29 +81,23 @@ __all__ = [
     "split",
 ]
 
-init = dl_comm.init
-init_mpi = dl_comm.init_mpi
-finalize = dl_comm.finalize
-check_buffers_match = dl_comm.check_buffers_match
-config_team = dl_comm.config_team
-
 
 def get_rank() -> int:
     """Return the rank of this process, from 0; calls `dl_comm.init()` if needed."""
     ensure_initialized()
-    return int(dl_comm.get_rank())
+    return int(_ranks.get_rank())
 
 
 def get_nranks() -> int:
     """Return the number of processes; calls `dl_comm.init()` if needed."""
     ensure_initialized()
-    return int(dl_comm.get_nranks())
+    return int(_ranks.get_nranks())
 
 
 def get_localrank() -> int:
     """Return the rank of this process among those of its host, from 0; calls `dl_comm.init()` if needed."""
     ensure_initialized()
-    return int(dl_comm.get_localrank())
+    return int(_ranks.get_localrank())
 
 
 rank, size, local_rank = get_rank, get_nranks, get_localrank

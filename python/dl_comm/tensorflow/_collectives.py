@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-import dl_comm
 from dl_comm._arguments import NO_FACTORS, arrays_of, one_array, operator_code
 from dl_comm._checks import checked_flag, checked_ints, checked_name, checked_root, seconds
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group, given, is_routed
 from dl_comm._hierarchy import Levels, Step, run_steps
+from dl_comm._ops import barrier as barrier_now
 from dl_comm._selector import COLLECTIVES
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._ops import no_autograph
@@ -298,7 +298,7 @@ def barrier(*, timeout: float | None = None, group: Group | None = None, name: s
         dl_comm.CommError: As `dl_comm.barrier`; in a graph, the operation raises `tf.errors`, see `dl_comm.error_of`.
     """
     if tf.executing_eagerly():
-        return dl_comm.barrier(timeout=timeout, group=group)
+        return barrier_now(timeout=timeout, group=group)
     checked_name(name)
     return _ops.collective(
         _ops.BARRIER, [], name or "barrier", _ops.number_of(group, _ops.BARRIER), timeout=seconds(timeout)

@@ -30,15 +30,14 @@ from dl_comm import _load
 from dl_comm._arguments import ADASUM, NO_FACTORS
 from dl_comm._buckets import bucket_bytes, split
 from dl_comm._checks import checked_name, checked_root, refuse_masked, seconds
-from dl_comm._collectives import as_towers, in_towers
 from dl_comm._cuda import preload
 from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
-from dl_comm._groups import Group, averaging_team, checked_place, is_routed, unless_world
+from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_routed, unless_world
 from dl_comm._groups import given as given_group
 from dl_comm._private_names import check
-from dl_comm._process import CONTROL_TEAM
 from dl_comm._tensor_names import Name, by_structure
 from dl_comm._tensor_names import labels as labels_of
+from dl_comm._towers import as_towers, in_towers
 
 _AVERAGED = frozenset(
     (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64),

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group
-from dl_comm._process import new_owner, start_averages
+from dl_comm._teams import new_owner, start_averages
 from dl_comm.tensorflow import _ops
 
 
@@ -59,9 +59,9 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     if isinstance(optimizer, _DistributedV1Optimizer):
         raise ArgumentError("the optimizer is a DistributedOptimizer already")
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        from dl_comm import keras
+        from dl_comm.keras._optimizer import DistributedOptimizer as KerasOptimizer
 
-        return keras.DistributedOptimizer(
+        return KerasOptimizer(
             optimizer,
             team=team,
             group=group,

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from dl_comm._groups import Group
-from dl_comm._process import ensure_initialized
+from dl_comm._start import ensure_initialized
 from dl_comm.tensorflow import _ops
 
 

@@ -12,8 +12,16 @@ Importing this module loads torch and its op library. It builds the library firs
 
 from __future__ import annotations
 
-import dl_comm as _base
-from dl_comm import Group, Status, all_gather_object, gather_object, split
+from dl_comm._collectives import check_buffers_match
+from dl_comm._end import finalize
+from dl_comm._groups import Group, Status
+from dl_comm._init import init
+from dl_comm._objects import all_gather_object, gather_object
+from dl_comm._ops import barrier
+from dl_comm._ranks import get_localrank, get_nranks, get_rank, local_rank, rank, size
+from dl_comm._split import split
+from dl_comm._start import init_mpi
+from dl_comm._teams import config_team
 from dl_comm.torch._batch_norm import SyncBatchNorm
 from dl_comm.torch._collectives import (
     all_gather,
@@ -87,13 +95,3 @@ __all__ = [
 
 # For a torch that runs no entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0).
 register_if_available()
-
-init = _base.init
-init_mpi = _base.init_mpi
-finalize = _base.finalize
-barrier = _base.barrier
-check_buffers_match = _base.check_buffers_match
-config_team = _base.config_team
-get_rank = rank = _base.rank
-get_nranks = size = _base.size
-get_localrank = local_rank = _base.local_rank

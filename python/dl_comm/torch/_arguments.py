@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dl_comm import ArgumentError, DTypeError, Group, _groups
+from dl_comm import _groups
 from dl_comm._checks import checked_ints, checked_name, refuse_masked, refuse_missing
+from dl_comm._errors import ArgumentError, DTypeError
+from dl_comm._groups import Group
 from dl_comm.torch import _ops
 
 

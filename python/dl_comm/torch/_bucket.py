@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-import dl_comm
-from dl_comm import StateError
+from dl_comm._errors import StateError
+from dl_comm._ranks import get_nranks
 from dl_comm._tensor_names import labels
 from dl_comm.torch import _ops
 from dl_comm.torch._bucket_plan import Named
@@ -181,7 +181,7 @@ class Bucket:
             for gradient, used in zip(self._gradients, shares, strict=True):
                 gradient.finish(used > 0, with_graph)
             # The means are equal on all ranks, so all ranks raise or none does. Ranks that have joined add zeros.
-            if max(at_0, at_1, at_2) < at_0 + at_1 + at_2 - 0.5 / dl_comm.get_nranks():
+            if max(at_0, at_1, at_2) < at_0 + at_1 + at_2 - 0.5 / get_nranks():
                 raise StateError(
                     f"the ranks have made different numbers of steps with this optimizer (this one {self._steps}), so "
                     "that their parameters differ: call step() on all ranks or on none (decide by "

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-import dl_comm
 from dl_comm._buckets import split
+from dl_comm._ranks import get_nranks, get_rank
 from dl_comm.torch import _ops
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -105,7 +105,7 @@ class BucketPlan:
         else:
             label = "(order in which backward finished the gradients)"
             indices = [*self._ready_order, *(i for i in range(len(self._plan)) if i not in self._ready_order)]
-            weight = dl_comm.get_nranks() if dl_comm.get_rank() == 0 else 0
+            weight = get_nranks() if get_rank() == 0 else 0
             self._exchanged = torch.tensor(indices, dtype=torch.float64) * weight
         self._call = _ops.start_control(self._exchanged, team, f"{name}.bucket_plan", label, owner)
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dl_comm import ArgumentError, Group, _groups
+from dl_comm import _groups
 from dl_comm._checks import checked_flag, checked_float, seconds
+from dl_comm._errors import ArgumentError
+from dl_comm._groups import Group
 from dl_comm.torch import _autograd as _autograd
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import (

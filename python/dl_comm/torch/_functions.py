@@ -13,17 +13,17 @@ from typing import Any, overload
 
 import torch
 
-import dl_comm
-from dl_comm import ArgumentError, DTypeError
 from dl_comm._agreement import failing_together
 from dl_comm._arguments import checked_rank
 from dl_comm._checks import checked_name, checked_root, refuse_masked, seconds
-from dl_comm._collectives import as_towers, in_towers
-from dl_comm._groups import averaging_team, checked_place, is_routed, unless_world, world
+from dl_comm._errors import ArgumentError, DTypeError
+from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_routed, unless_world, world
 from dl_comm._groups import given as given_group
 from dl_comm._objects import all_gather_object, object_of_root
-from dl_comm._process import CONTROL_TEAM, ensure_initialized
+from dl_comm._objects import broadcast_object as broadcast_any_object
+from dl_comm._start import ensure_initialized
 from dl_comm._tensor_names import Name, agreed_order, by_name, labels
+from dl_comm._towers import as_towers, in_towers
 from dl_comm.torch import _collectives, _ops
 from dl_comm.torch._arguments import refuse_lazy
 from dl_comm.torch._gradient import contiguous_copy, overlaps
@@ -37,7 +37,7 @@ def gradients(
     tensors: Sequence[Any],
     team: int = 0,
     *,
-    group: dl_comm.Group | None = None,
+    group: Group | None = None,
     name: str | None = None,
     timeout: float | None = None,
 ) -> list[Any]:
@@ -68,7 +68,7 @@ def broadcast(
     root: int = 0,
     *,
     timeout: float | None = None,
-    group: dl_comm.Group | None = None,
+    group: Group | None = None,
     async_op: bool = False,
     in_place: bool = True,
 ) -> Any:
@@ -109,15 +109,15 @@ def broadcast(
 
 
 @overload
-def average(value: torch.Tensor, name: str | None = None, *, group: dl_comm.Group | None = None) -> torch.Tensor: ...
+def average(value: torch.Tensor, name: str | None = None, *, group: Group | None = None) -> torch.Tensor: ...
 
 
 @overload
-def average(value: float, name: str | None = None, *, group: dl_comm.Group | None = None) -> float: ...
+def average(value: float, name: str | None = None, *, group: Group | None = None) -> float: ...
 
 
 def average(
-    value: torch.Tensor | float, name: str | None = None, *, group: dl_comm.Group | None = None
+    value: torch.Tensor | float, name: str | None = None, *, group: Group | None = None
 ) -> torch.Tensor | float:
     """Return the mean of a metric over the ranks: a new tensor for a tensor, a float for a number.
 
@@ -146,7 +146,7 @@ def broadcast_parameters(
     parameters: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
     root: int = 0,
     *,
-    group: dl_comm.Group | None = None,
+    group: Group | None = None,
 ) -> None:
     """Broadcast parameters from rank `root`, in place.
 
@@ -163,9 +163,7 @@ def broadcast_parameters(
     broadcast_in_order(by_name(named), root, group)
 
 
-def broadcast_in_order(
-    named: Sequence[tuple[str, torch.Tensor]], root: int = 0, group: dl_comm.Group | None = None
-) -> None:
+def broadcast_in_order(named: Sequence[tuple[str, torch.Tensor]], root: int = 0, group: Group | None = None) -> None:
     """Broadcast parameters, which all ranks list in this order, as `broadcast_parameters`."""
     ensure_initialized()
     _broadcast_named(named, root, "broadcast_parameters", unless_world(group))
@@ -191,19 +189,17 @@ def _checked_names(parameters: Any) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
-def broadcast_object(value: Any, root: int = 0, *, group: dl_comm.Group | None = None) -> Any:
+def broadcast_object(value: Any, root: int = 0, *, group: Group | None = None) -> Any:
     """Return rank `root`'s object on every rank. The value on other ranks is ignored. The object is pickled.
 
     `group`: the ranks that take part; `root` is a rank of the group. If pickling fails, rank `root` raises pickle's
     exception, and the other ranks raise a CommError with its text.
     """
     ensure_initialized()
-    return dl_comm.broadcast_object(value, root, group=world() if group is None else group)
+    return broadcast_any_object(value, root, group=world() if group is None else group)
 
 
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root: int = 0, *, group: dl_comm.Group | None = None
-) -> None:
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *, group: Group | None = None) -> None:
     """Broadcast the state of rank `root`'s optimizer: hyperparameters and per-parameter state.
 
     Parameters are matched by name, as by `DistributedOptimizer`. A rank creates state that it lacks, and drops state
@@ -279,9 +275,7 @@ def _typed_as(value: Any, loaded: Any) -> Any:
     return loaded
 
 
-def _broadcast_named(
-    named: Sequence[tuple[str, torch.Tensor]], root: int, call_name: str, group: dl_comm.Group | None
-) -> None:
+def _broadcast_named(named: Sequence[tuple[str, torch.Tensor]], root: int, call_name: str, group: Group | None) -> None:
     if not named:
         return
     keys = [name.key for name, _ in named if isinstance(name, Name)]

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from dl_comm import ArgumentError, _groups
+from dl_comm import _groups
 from dl_comm._arguments import OPERATORS, SCALED_SUM, operator_code
+from dl_comm._errors import ArgumentError
 from dl_comm._hierarchy import Levels
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import device_of, refuse_gradients, tensors_of

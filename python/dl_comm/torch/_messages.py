@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from dl_comm import ArgumentError, Group, Status
 from dl_comm._checks import checked_flag, seconds
+from dl_comm._errors import ArgumentError
+from dl_comm._groups import Group, Status
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import call_name, carried, checked_rank, checked_tag, place, refuse_gradients, tensors_of
 from dl_comm.torch._work import Handle, Work

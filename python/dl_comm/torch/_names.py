@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dl_comm import CommError, Group
+from dl_comm._errors import CommError
+from dl_comm._groups import Group
 from dl_comm._tensor_names import Name, agreed_order, relative
 from dl_comm.torch._arguments import refuse_lazy
 from dl_comm.torch._bucket_plan import Named

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import torch
 
-import dl_comm
-from dl_comm import ArgumentError, DTypeError, Group, StateError
 from dl_comm._buckets import bucket_bytes
 from dl_comm._checks import checked_int, checked_team
-from dl_comm._groups import averaging_team, given, unless_world
+from dl_comm._errors import ArgumentError, CommError, DTypeError, StateError
+from dl_comm._groups import Group, averaging_team, given, unless_world
 from dl_comm._private_names import check
-from dl_comm._process import start_team
+from dl_comm._ranks import is_initialized
+from dl_comm._teams import start_team
 from dl_comm.torch import _functions, _ops
 from dl_comm.torch._bucket_plan import Named
 from dl_comm.torch._names import ParameterNames, keep_names
@@ -100,7 +100,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
                 added = {id(parameter) for parameter in self.param_groups[-1]["params"]}
                 named = reducer.names.named(self)
                 _functions.broadcast_in_order([pair for pair in named if id(pair[1]) in added], group=reducer.group)
-        except dl_comm.CommError:
+        except CommError:
             self.param_groups.pop()
             raise
         reducer.take_ownership()
@@ -222,7 +222,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         number = _num_of_group.get(given(group), 0)
         chosen = averaging_team(group, 0)
     else:
-        number = _num_created if dl_comm.is_initialized() else 0
+        number = _num_created if is_initialized() else 0
         chosen = number % AUTOMATIC_TEAMS if team is None else team
     # The number distinguishes optimizers on one team, and detects ranks that created different optimizers.
     call_name = f"{type(optimizer).__name__}.{number}"

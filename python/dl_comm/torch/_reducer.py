@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-import dl_comm
-from dl_comm import ArgumentError, Group, StateError, _groups
-from dl_comm._process import new_owner
+from dl_comm import _groups
+from dl_comm._errors import ArgumentError, StateError
+from dl_comm._groups import Group
+from dl_comm._ranks import local_size
+from dl_comm._teams import new_owner
 from dl_comm.torch import _backward, _ops
 from dl_comm.torch._bucket import Bucket, CarriedMeans
 from dl_comm.torch._bucket_plan import BucketPlan, Named, group_by_device
@@ -116,7 +118,7 @@ class Reducer:
     def _build_buckets(self, named: Named, frozen: Named) -> None:
         """Build the buckets, unless they exist already, and register hooks."""
         # For a rank that is alone on its host, shared memory saves no copy.
-        self._as_views = self._views_requested and can_count_references() and dl_comm.local_size() > 1
+        self._as_views = self._views_requested and can_count_references() and local_size() > 1
         parts = self._bucket_plan.assign(named)
         planned = [pair for part in parts for pair in part]
         present = [

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-import dl_comm
-from dl_comm import ArgumentError
-from dl_comm._process import ensure_initialized
+from dl_comm._checkpoint import read_on_rank0, write_on_rank0
+from dl_comm._errors import ArgumentError
+from dl_comm._groups import Group
+from dl_comm._start import ensure_initialized
 from dl_comm.training import Schedule
 
 
@@ -35,7 +36,7 @@ def lr_scheduler(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step) / first, last_epoch)
 
 
-def save_checkpoint(path: str | os.PathLike[str], *, group: dl_comm.Group | None = None, **objects: Any) -> None:
+def save_checkpoint(path: str | os.PathLike[str], *, group: Group | None = None, **objects: Any) -> None:
     """Save objects to a file on rank 0, for `load_checkpoint`; the other ranks wait. Collective.
 
     `save_checkpoint("model.pt", model=model, optimizer=optimizer, step=step)` saves the `state_dict()` of objects that
@@ -52,11 +53,11 @@ def save_checkpoint(path: str | os.PathLike[str], *, group: dl_comm.Group | None
         torch.save(states, unfinished)
 
     ensure_initialized()
-    dl_comm.write_on_rank0(path, write, group=group)
+    write_on_rank0(path, write, group=group)
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], weights_only: bool = True, *, group: dl_comm.Group | None = None
+    path: str | os.PathLike[str], weights_only: bool = True, *, group: Group | None = None
 ) -> dict[str, Any]:
     """Load the objects of `save_checkpoint` on all ranks; only rank 0 reads the file. Collective.
 
@@ -68,6 +69,6 @@ def load_checkpoint(
     ranks raise exceptions of `torch.load` about the content.
     """
     ensure_initialized()
-    content = io.BytesIO(dl_comm.read_on_rank0(path, group=group))
+    content = io.BytesIO(read_on_rank0(path, group=group))
     loaded: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=weights_only)
     return loaded
