@@ -23,7 +23,7 @@ from dl_comm._communicators import (
 )
 from dl_comm._diagnosis import dump, stats, topology
 from dl_comm._dl_comm import __version__, core_id
-from dl_comm._end import finalize, finalize_at_exit
+from dl_comm._end import finalize
 from dl_comm._errors import (
     ArgumentError,
     CommError,
@@ -60,7 +60,21 @@ from dl_comm._start import init_mpi
 from dl_comm._stats_writer import StatsWriter
 from dl_comm._teams import config_team, create_team, get_waited, set_timeout
 
-if TYPE_CHECKING:
+if not TYPE_CHECKING:
+    from dl_comm import run  # the package, which can be called
+    from dl_comm._dispatch import (
+        all_gather,
+        all_to_all,
+        allreduce,
+        gather,
+        recv,
+        reduce,
+        reduce_scatter,
+        scatter,
+        send,
+        sendrecv,
+    )
+else:
     # Type checkers and the documentation read these.
     from dl_comm._ops import (
         all_gather,
@@ -75,20 +89,6 @@ if TYPE_CHECKING:
         sendrecv,
     )
     from dl_comm.run import run
-else:
-    from dl_comm import run  # the package, which can be called
-    from dl_comm._dispatch import (
-        all_gather,
-        all_to_all,
-        allreduce,
-        gather,
-        recv,
-        reduce,
-        reduce_scatter,
-        scatter,
-        send,
-        sendrecv,
-    )
 
 __all__ = [
     "ArgumentError",
@@ -171,5 +171,3 @@ __all__ = [
     "world",
     "write_on_rank0",
 ]
-
-finalize_at_exit()

@@ -14,6 +14,7 @@ from typing import Any
 
 from dl_comm import _dl_comm, _excepthook, _signal, _torchrun
 from dl_comm._checks import checked_int
+from dl_comm._end import finalize_at_exit
 from dl_comm._errors import ArgumentError, StateError
 from dl_comm._file_store import guarded
 from dl_comm._rank_variables import name_this_rank, publish_master
@@ -68,6 +69,7 @@ def _prepare_process() -> None:
     _signal.handle_early_sigusr1()
     _signal.register_stack_dumper()
     _excepthook.install()
+    finalize_at_exit()
 
 
 def _have_started() -> None:
