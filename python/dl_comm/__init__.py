@@ -9,10 +9,11 @@ Four calls make a script that trains on one process train on many:
     gradients = dl_comm.gradients(gradients, 0)  # in each step: the mean
     dl_comm.finalize()
 
-Start it with ``mpiexec -n 4 python script.py``; without a launcher a script is rank 0 of 1. The names and arguments are
-those of the Cray PE DL Plugin. The lists may hold NumPy arrays, TensorFlow or PyTorch tensors. ``dl_comm.torch``,
-``dl_comm.tensorflow`` and ``dl_comm.keras`` have optimizers and callbacks. Importing this package imports no framework,
-loads the core only on the first use of a name, and changes no handler of the process.
+Start it with ``mpiexec -n 4 python script.py``; without a launcher a script is rank 0 of 1. The lists may hold NumPy
+arrays, TensorFlow or PyTorch tensors. ``dl_comm.torch``, ``dl_comm.tensorflow`` and ``dl_comm.keras`` have optimizers
+and callbacks. ``dl_comm.compat`` lists the names of the Cray PE DL Plugin and of TorchMPI; each is ``dl_comm.NAME``,
+too. Importing this package imports no framework, loads the core only on the first use of a name, and changes no handler
+of the process.
 
 Thread rule: any thread may call every function. All ranks must call those marked *collective*; the core matches the
 calls by signature if their order differs. No function holds the GIL while it waits.
@@ -26,19 +27,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dl_comm._api import *  # noqa: F403
     from dl_comm._api import __all__ as __all__
+    from dl_comm._unlisted import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_") and name not in ("__all__", "__version__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")  # a private module, not yet imported
-    if name == "run":
-        return importlib.import_module("dl_comm.run")  # which needs no core
-    api = importlib.import_module("dl_comm._api")
-    if name != "__all__" and name not in api.__all__:
+    if name in ("compat", "run"):
+        return importlib.import_module(f"dl_comm.{name}")  # the latter needs no core
+    listed, unlisted = (importlib.import_module(f"dl_comm.{module}") for module in ("_api", "_unlisted"))
+    if name != "__all__" and name not in listed.__all__ and name not in unlisted.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals().update({each: getattr(api, each) for each in ["__all__", *api.__all__]})
+    globals().update({each: getattr(unlisted, each) for each in unlisted.__all__})
+    globals().update({each: getattr(listed, each) for each in ["__all__", *listed.__all__]})
     return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+    return sorted({*__getattr__("__all__"), "compat"})

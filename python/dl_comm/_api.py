@@ -1,4 +1,4 @@
-"""All public names, which ``dl_comm`` imports on first use. Loads the core.
+"""The names that ``dl_comm`` lists, which it imports on first use. Loads the core.
 
 So ``python -m dl_comm.run`` starts fast, and also where the core cannot be loaded.
 """
@@ -9,20 +9,10 @@ from typing import TYPE_CHECKING
 
 from dl_comm import timeline, training
 from dl_comm._checkpoint import rank0_path, rank_path, read_on_rank0, write_on_rank0
-from dl_comm._collectives import average, broadcast, check_buffers_match, gradients
-from dl_comm._communicators import (
-    Communicator,
-    Grid,
-    collective_span,
-    communicator,
-    communicator_names,
-    grid,
-    pop_communicator,
-    push_communicator,
-    set_communicator,
-)
+from dl_comm._collectives import average, broadcast, gradients
+from dl_comm._communicators import Grid, grid
 from dl_comm._diagnosis import dump, stats, topology
-from dl_comm._dl_comm import __version__, core_id
+from dl_comm._dl_comm import __version__
 from dl_comm._end import finalize
 from dl_comm._errors import (
     ArgumentError,
@@ -44,9 +34,6 @@ from dl_comm._objects import all_gather_object, broadcast_object, gather_object
 from dl_comm._ops import barrier
 from dl_comm._paths import get_cmake_dir, get_include
 from dl_comm._ranks import (
-    get_localrank,
-    get_nranks,
-    get_rank,
     is_initialized,
     local_rank,
     local_size,
@@ -54,11 +41,9 @@ from dl_comm._ranks import (
     rank,
     size,
 )
-from dl_comm._selector import CollectiveSelector, collective_availability, collective_selector
 from dl_comm._split import split
-from dl_comm._start import init_mpi
 from dl_comm._stats_writer import StatsWriter
-from dl_comm._teams import config_team, create_team, get_waited, set_timeout
+from dl_comm._teams import set_timeout
 
 if not TYPE_CHECKING:
     from dl_comm import run  # the package, which can be called
@@ -92,9 +77,7 @@ else:
 
 __all__ = [
     "ArgumentError",
-    "CollectiveSelector",
     "CommError",
-    "Communicator",
     "DTypeError",
     "Grid",
     "Group",
@@ -116,15 +99,6 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
-    "check_buffers_match",
-    "collective_availability",
-    "collective_selector",
-    "collective_span",
-    "communicator",
-    "communicator_names",
-    "config_team",
-    "core_id",
-    "create_team",
     "dump",
     "error_of",
     "finalize",
@@ -132,21 +106,14 @@ __all__ = [
     "gather_object",
     "get_cmake_dir",
     "get_include",
-    "get_localrank",
-    "get_nranks",
-    "get_rank",
-    "get_waited",
     "gradients",
     "grid",
     "init",
-    "init_mpi",
     "is_initialized",
     "join",
     "local_rank",
     "local_size",
     "num_hosts",
-    "pop_communicator",
-    "push_communicator",
     "rank",
     "rank0_path",
     "rank_path",
@@ -158,7 +125,6 @@ __all__ = [
     "scatter",
     "send",
     "sendrecv",
-    "set_communicator",
     "set_timeout",
     "shared_memory",
     "shared_zeros",

@@ -26,31 +26,41 @@ def _when_started(number: Callable[[], int]) -> int:
     return number()
 
 
-def get_rank() -> int:
-    """The rank of this process, from 0; calls ``init_mpi`` if needed. The plugin's name of ``rank``."""
+def rank() -> int:
+    """The rank of this process, from 0; starts the ranks if ``init`` was not called."""
     return _when_started(_dl_comm.rank)
 
 
-def get_nranks() -> int:
-    """The number of processes; calls ``init_mpi`` if needed. The plugin's name of ``size``."""
+def size() -> int:
+    """The number of processes; starts the ranks if ``init`` was not called."""
     return _when_started(_dl_comm.size)
 
 
-def get_localrank() -> int:
-    """The rank of this process among those of its host, from 0; calls ``init_mpi`` if needed. Also ``local_rank``."""
+def local_rank() -> int:
+    """The rank of this process among those of its host, from 0; starts the ranks if ``init`` was not called."""
     return _when_started(_dl_comm.local_rank)
 
 
+def get_rank() -> int:
+    """As ``dl_comm.rank``, which is the rank of this process, from 0; calls ``init_mpi`` if needed."""
+    return rank()
+
+
+def get_nranks() -> int:
+    """As ``dl_comm.size``, which is the number of processes; calls ``init_mpi`` if needed."""
+    return size()
+
+
+def get_localrank() -> int:
+    """As ``dl_comm.local_rank``, which is the rank among the processes of this host; calls ``init_mpi`` if needed."""
+    return local_rank()
+
+
 def local_size() -> int:
-    """The number of processes on this host; calls ``init_mpi`` if needed."""
+    """The number of processes on this host; starts the ranks if ``init`` was not called."""
     return _when_started(_dl_comm.local_size)
 
 
 def num_hosts() -> int:
-    """The number of hosts: sets of processes that share memory; calls ``init_mpi`` if needed."""
+    """The number of hosts: sets of processes that share memory; starts the ranks if ``init`` was not called."""
     return _when_started(_dl_comm.hosts)
-
-
-rank = get_rank
-size = get_nranks
-local_rank = get_localrank

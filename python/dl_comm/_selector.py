@@ -229,3 +229,4 @@ _communicators.on_change.append(update_route)
 _communicators.on_pop.append(_free_variants)
 on_end.append(_forget_groups)
 collective_selector = CollectiveSelector()
+"""The table of this process."""

@@ -46,6 +46,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def max_steps(ntrain: int, batch_size: int, nepochs: float, nranks: int | None = None) -> int:
     """The total number of steps: nepochs * ntrain / (nranks * batch_size), rounded up.
 

@@ -13,8 +13,16 @@ from typing import Any
 import dl_comm
 from dl_comm import *  # noqa: F403 - the same names
 from dl_comm import __version__ as __version__
+from dl_comm import core_id as core_id
+from dl_comm.compat import cray, torchmpi
+from dl_comm.compat.cray import *  # noqa: F403
+from dl_comm.compat.torchmpi import *  # noqa: F403
 
-__all__ = list(dl_comm.__all__)  # noqa: PLE0605
+__all__ = sorted({*dl_comm.__all__, *cray.__all__, *torchmpi.__all__})  # noqa: PLE0605
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def config_team(*args: Any, cooldown: str | None = None, **kwargs: Any) -> None:  # type: ignore[no-redef]

@@ -27,3 +27,7 @@ def DistributedOptimizer(  # type: ignore[no-redef] # noqa: N802 (the name is th
     return _torch.DistributedOptimizer(
         optimizer, nteam, nthread_per_team, nstep=nstep, warmup=warmup, verb=verb, freq=freq, **options
     )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

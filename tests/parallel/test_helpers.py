@@ -23,6 +23,7 @@ def test_every_base_name_is_there(framework: Framework) -> None:
         for name in [*names.split(), "average", "broadcast", "check_buffers_match", "gradients"]:
             assert callable(getattr(module, name))
             assert name in module.__all__
+        assert dir(module) == sorted(module.__all__)
     assert first.config_team is ml_comm.config_team is not framework.comm.config_team
 
 

@@ -21,6 +21,10 @@ def compiled(schedule: training.Schedule) -> keras.Model:
     return model
 
 
+def test_the_module_shows_its_names_only() -> None:
+    assert dir(dk) == sorted(dk.__all__)
+
+
 def test_fit_follows_the_schedule(size: int) -> None:
     schedule = training.WarmUp(2, training.Piecewise([3], [training.scaled_lr(0.5), 0.25]), start=0.25)
     model = compiled(schedule)

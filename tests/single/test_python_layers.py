@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[2] / "python/dl_comm"
 FACE = "face"
 LAYERS = {
     "base": "_buckets _checks _cuda _dl_comm _errors _excepthook _file_store _frameworks _master _network _paths "
-    "_private_names _signal _torch_variables analyze_dumps run",
+    "_private_names _rc _signal _torch_variables analyze_dumps run",
     "libraries": "_build _load build",
     "job": "_diagnosis _end _gpus _rank_variables _ranks _start _stats_writer _torchrun timeline",
     "arrays": "_agreement _arguments _checkpoint _cuda_arrays _groups _memory _metrics _objects _ops _sampler _teams "
@@ -18,7 +18,7 @@ LAYERS = {
     "levels": "_communicators _hierarchy _selector _split",
     # Beside each other; Keras is on TensorFlow.
     "bindings": "_torch_distributed keras tensorflow torch",
-    FACE: "_api _binding _collectives _dispatch _init _methods",
+    FACE: "_api _binding _collectives _dispatch _init _methods _unlisted",
     "programs": "__main__ compat doctor tf1",
 }
 """From the bottom: the files and packages of each layer."""

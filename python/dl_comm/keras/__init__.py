@@ -40,3 +40,7 @@ __all__ = [
     "average_logs",
     "load_model",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

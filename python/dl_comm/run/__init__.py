@@ -41,6 +41,10 @@ from dl_comm.run._report import Outcome
 __all__ = ["main", "run"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def main(arguments: Sequence[str] | None = None, prog: str = "dl-comm-run") -> int:
     """The command line.
 

@@ -82,22 +82,31 @@ __all__ = [
 ]
 
 
-def get_rank() -> int:
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def rank() -> int:
     """Return the rank of this process, from 0; calls `dl_comm.init()` if needed."""
     ensure_initialized()
-    return int(_ranks.get_rank())
+    return _ranks.rank()
 
 
-def get_nranks() -> int:
+def size() -> int:
     """Return the number of processes; calls `dl_comm.init()` if needed."""
     ensure_initialized()
-    return int(_ranks.get_nranks())
+    return _ranks.size()
 
 
-def get_localrank() -> int:
+def local_rank() -> int:
     """Return the rank of this process among those of its host, from 0; calls `dl_comm.init()` if needed."""
     ensure_initialized()
-    return int(_ranks.get_localrank())
+    return _ranks.local_rank()
 
 
-rank, size, local_rank = get_rank, get_nranks, get_localrank
+get_rank = rank
+"""The plugin's name of `rank`."""
+get_nranks = size
+"""The plugin's name of `size`."""
+get_localrank = local_rank
+"""The plugin's name of `local_rank`."""

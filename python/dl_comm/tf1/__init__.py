@@ -22,6 +22,10 @@ from types import ModuleType
 __all__ = ["install"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def install() -> ModuleType:
     """Switch TensorFlow to version 1 behaviour, and replace the module `tensorflow` by the TF1 view.
 

@@ -14,6 +14,10 @@ from dl_comm._checks import checked_path
 __all__ = ["start", "stop"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def start(folder: str | os.PathLike[str]) -> None:
     """Starts the file ``rankN.trace.json`` of this rank in ``folder``, and creates the folder if needed.
 

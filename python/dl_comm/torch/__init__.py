@@ -93,5 +93,10 @@ __all__ = [
     "split",
 ]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 # For a torch that runs no entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0).
 register_if_available()

@@ -1,0 +1,123 @@
+"""The public names: each is listed by one module, and on one page of the reference; the others stay reachable."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import dl_comm
+import ml_comm
+from dl_comm import _unlisted
+from dl_comm.compat import cray, torchmpi
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / "python"
+# The modules that import no framework, and those that do.
+PLAIN = ("dl_comm", "compat.cray", "compat.torchmpi", "run", "timeline", "training", "tf1")
+FRAMEWORKS = ("torch", "tensorflow", "keras")
+MODULES = tuple(name if name == "dl_comm" else f"dl_comm.{name}" for name in (*PLAIN, *FRAMEWORKS))
+
+
+def pages() -> dict[str, list[str]]:
+    """The names that the reference documents: by module, those of its page."""
+    found = {}
+    for page in (ROOT / "docs/api").glob("*.md"):
+        ((module, listed),) = re.findall(r"^::: (\S+)\n(.*)", page.read_text(), re.MULTILINE | re.DOTALL)
+        assert module not in found
+        found[module] = re.findall(r"^        - (\w+)$", listed, re.MULTILINE)
+    return found
+
+
+def source(module: str) -> ast.Module:
+    path = PYTHON / ("dl_comm/_api.py" if module == "dl_comm" else module.replace(".", "/"))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(path.read_text())
+
+
+def listed_by(module: str) -> list[str]:
+    """The ``__all__`` of a module, which is not imported: it may need a framework."""
+    (value,) = [
+        each.value
+        for each in source(module).body
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "__all__"
+    ]
+    names: list[str] = ast.literal_eval(value)
+    return names
+
+
+def re_exported_by(module: str) -> set[str]:
+    """The names that a module has from another public module, on whose page they are."""
+    names: set[str] = set()
+    for each in source(module).body:
+        if isinstance(each, ast.ImportFrom) and each.module in ("dl_comm", "dl_comm.training"):
+            names |= {alias.name for alias in each.names}
+        elif isinstance(each, ast.Assign) and ast.unparse(each.value).startswith(("_base.", "dl_comm.")):
+            names |= {ast.unparse(target) for target in each.targets}
+    return names
+
+
+def documented(module: str) -> set[str]:
+    """The names of a module that its page must have."""
+    names = {name for name in listed_by(module) if not name.startswith("_")}
+    if module == "dl_comm":
+        return names - {"run", "timeline", "training"}  # modules, with pages
+    if module.startswith("dl_comm.compat."):
+        return names - set(dl_comm.__all__)
+    return names - re_exported_by(module)
+
+
+def test_every_public_name_is_on_one_page() -> None:
+    there = pages()
+    assert set(there) == set(MODULES)
+    for module, names in there.items():
+        assert set(names) == documented(module), module
+        assert len(set(names)) == len(names), module
+    # All that `dl_comm` has, listed or not.
+    everywhere = [
+        name for module in ("dl_comm", "dl_comm.compat.cray", "dl_comm.compat.torchmpi") for name in there[module]
+    ]
+    modules = [name for name in dl_comm.__all__ if isinstance(getattr(dl_comm, name), ModuleType)]
+    expected = [*dl_comm.__all__, *_unlisted.__all__]
+    assert sorted([*everywhere, *modules, "__version__", "core_id"]) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", MODULES[: len(PLAIN)])
+def test_a_module_shows_its_names_only(name: str) -> None:
+    module = importlib.import_module(name)
+    assert set(dir(module)) == {*module.__all__, *(["compat"] if name == "dl_comm" else [])}
+    assert list(module.__all__) == listed_by(name)
+    # What a page lists exists, and has a text.
+    for each in pages()[name]:
+        assert (getattr(module, each).__doc__ or "").strip(), each
+
+
+def test_names_of_other_libraries_stay_reachable() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for module in (cray, torchmpi):
+            for name in module.__all__:
+                assert getattr(module, name) is getattr(dl_comm, name)
+        for name in (*dl_comm.__all__, *_unlisted.__all__):
+            assert name == "config_team" or getattr(ml_comm, name) is getattr(dl_comm, name), name
+    others = {*cray.__all__, *torchmpi.__all__}
+    assert set(_unlisted.__all__) - {"core_id"} == others - set(dl_comm.__all__)
+    # That package is for scripts of the plugin.
+    assert set(ml_comm.__all__) == set(dir(ml_comm)) == others | set(dl_comm.__all__)
+
+
+def test_a_star_imports_what_is_listed() -> None:
+    names: dict[str, object] = {}
+    exec("from dl_comm import *", names)
+    assert set(names) - {"__builtins__"} == set(dl_comm.__all__)
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_pages_use_the_listed_names(page: str) -> None:
+    used = set(re.findall(r"\bdl_comm\.([a-zA-Z]\w*)\b", (ROOT / "docs" / page).read_text()))
+    assert used.isdisjoint(_unlisted.__all__)
