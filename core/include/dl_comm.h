@@ -514,6 +514,10 @@ int dl_comm_dump(const char* folder, char* path, size_t capacity);
  * whose handler writes text to the open file `fd` at its position, as Python's faulthandler.register does. Local. */
 int dl_comm_stacks_from(int signal, int fd);
 
+/* Sets whether later starts listen for SIGUSR1, which requests a dump; by default they do. Handlers of the program run
+ * too. Local. */
+void dl_comm_dump_on_signal(int enabled);
+
 /* Records the activity of all dl_comm threads of this rank to a file in `folder`, until dl_comm_timeline_stop or
  * dl_comm_finalize. `python -m dl_comm.timeline` reads the files of all ranks. DL_COMM_TIMELINE starts it at init.
  * Not collective. */

@@ -5,6 +5,7 @@
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -24,6 +25,14 @@ use crate::transport::rank_info::RankInfo;
 
 /// Dumps older than this are deleted.
 const MAX_AGE: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// Whether a start installs a [`SignalDumper`].
+static LISTENS: AtomicBool = AtomicBool::new(true);
+
+/// Sets whether later starts listen for SIGUSR1.
+pub fn listen_for_signal(enabled: bool) {
+    LISTENS.store(enabled, Ordering::Relaxed);
+}
 
 /// Writes this rank's dumps.
 pub struct Dumper {
@@ -161,11 +170,14 @@ pub struct SignalDumper {
 }
 
 impl SignalDumper {
-    /// Installs the handler and starts the thread.
+    /// Installs the handler and starts the thread; None if the program does not want them ([`listen_for_signal`]).
     ///
     /// # Errors
     /// [`Error::System`] when the system refuses the handler or the thread.
-    pub fn start(dumper: Arc<Dumper>) -> Result<SignalDumper> {
+    pub fn start(dumper: Arc<Dumper>) -> Result<Option<SignalDumper>> {
+        if !LISTENS.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
         let refused = |error: std::io::Error| Error::system("listening for SIGUSR1", error);
         let mut signals = Signals::new([SIGUSR1]).map_err(refused)?;
         let handle = signals.handle();
@@ -175,7 +187,7 @@ impl SignalDumper {
             }
         };
         let thread = thread::Builder::new().name("dlcomm-signal".into()).spawn(listen).map_err(refused)?;
-        Ok(SignalDumper { handle, thread: Some(thread) })
+        Ok(Some(SignalDumper { handle, thread: Some(thread) }))
     }
 }
 

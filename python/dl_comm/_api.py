@@ -41,6 +41,7 @@ from dl_comm._ranks import (
     rank,
     size,
 )
+from dl_comm._rc import rc
 from dl_comm._split import split
 from dl_comm._stats_writer import StatsWriter
 from dl_comm._teams import set_timeout
@@ -117,6 +118,7 @@ __all__ = [
     "rank",
     "rank0_path",
     "rank_path",
+    "rc",
     "read_on_rank0",
     "recv",
     "reduce",

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from dl_comm import _dl_comm
+from dl_comm import _dl_comm, _rc
 from dl_comm._errors import translate
 from dl_comm._rank_variables import forget_master
 
@@ -25,7 +25,7 @@ def finalize() -> None:
 
     Waits for the other ranks, up to ``DL_COMM_TIMEOUT_S``, also after a failure: otherwise a launcher could kill them
     when this rank exits. On a timeout, logs a line and changes the exit status from 0 to 1. Runs automatically when the
-    interpreter exits.
+    interpreter exits, unless ``rc.exit_handler`` is False.
     """
     for forget in on_end:
         forget()
@@ -41,8 +41,9 @@ def finalize_at_exit() -> None:
 
 def at_exit(pid: int) -> None:
     """Ends the job in the process ``pid`` at its exit."""
-    if os.getpid() != pid:
-        return  # a forked child must not finalize its parent's job
+    # A forked child must not finalize its parent's job.
+    if os.getpid() != pid or not _rc.rc.exit_handler:
+        return
     # Set after an uncaught exception. Without an abort, the other ranks would wait for this one.
     error = getattr(sys, "last_value", None)
     if error is not None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dl_comm import _dl_comm
+from dl_comm import _dl_comm, _rc
 from dl_comm._network import addresses
 from dl_comm._torch_variables import Position, given, hold_port, name_rank
 
@@ -26,6 +26,8 @@ _MASTER_BYTES = 512
 
 def name_this_rank(master: dict[str, str]) -> None:
     """Sets torch's variables of this rank that are missing, and prints a line if there are others of somebody else."""
+    if not _rc.rc.torch_variables:
+        return
     here = Position(_dl_comm.rank(), _dl_comm.size(), _dl_comm.local_rank(), _dl_comm.local_size())
     warning = name_rank({**here.variables(), **master})
     # Who asks to be alone knows of the other ranks.

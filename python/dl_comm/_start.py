@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dl_comm import _dl_comm, _excepthook, _signal, _torchrun
+from dl_comm import _dl_comm, _excepthook, _rc, _signal, _torchrun
 from dl_comm._checks import checked_int
 from dl_comm._end import finalize_at_exit
 from dl_comm._errors import ArgumentError, StateError
@@ -65,10 +65,15 @@ def init_mpi(
 
 
 def _prepare_process() -> None:
-    """What a start changes in the process. An import changes nothing."""
-    _signal.handle_early_sigusr1()
-    _signal.register_stack_dumper()
-    _excepthook.install()
+    """What a start changes in the process, by ``dl_comm.rc``. An import changes nothing."""
+    settings = _rc.use()
+    _dl_comm.dump_on_signal(settings.signal_dump)
+    if settings.signal_dump:
+        _signal.handle_early_sigusr1()
+    if settings.stack_dump:
+        _signal.register_stack_dumper()
+    if settings.excepthook:
+        _excepthook.install()
     finalize_at_exit()
 
 

@@ -193,6 +193,13 @@ fn stacks_from(py: Python<'_>, signal: i32, fd: i32) -> PyResult<()> {
     Ok(())
 }
 
+/// Sets whether later starts listen for SIGUSR1.
+#[pyfunction]
+fn dump_on_signal(enabled: bool) {
+    // SAFETY: passes a number.
+    unsafe { api::ffi::dl_comm_dump_on_signal(i32::from(enabled)) };
+}
+
 /// Whether this process is or was a rank.
 #[pyfunction]
 fn is_up(py: Python<'_>) -> bool {
@@ -371,6 +378,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(set_timeout, module)?,
         wrap_pyfunction!(is_initialized, module)?,
         wrap_pyfunction!(stacks_from, module)?,
+        wrap_pyfunction!(dump_on_signal, module)?,
         wrap_pyfunction!(is_up, module)?,
         wrap_pyfunction!(is_helper, module)?,
         wrap_pyfunction!(environment, module)?,

@@ -9,6 +9,7 @@ use super::arguments::{
 };
 use super::store::{CStore, to_store};
 use crate::config::{RankSource, Rendezvous};
+use crate::dump;
 use crate::error::{Error, Result, guard};
 use crate::group::Timeout;
 use crate::plugin::{Arguments, Cooldown};
@@ -132,6 +133,7 @@ safe_functions! {
             Ok(())
         })
     }
+    fn dl_comm_dump_on_signal(enabled: c_int) { dump::listen_for_signal(enabled != 0); }
     fn dl_comm_timeline_stop() -> c_int { status(runtime::stop_timeline) }
     fn dl_comm_set_signal_check(check: Option<signals::Check>) { signals::set_check(check); }
     fn dl_comm_last_error() -> *const c_char {

@@ -41,7 +41,7 @@ pub(super) struct Runtime {
     pub process_groups: Arc<ProcessGroups>,
     pub dumper: Arc<Dumper>,
     /// Writes dumps on a signal while it lives.
-    pub _on_signal: SignalDumper,
+    pub _on_signal: Option<SignalDumper>,
 }
 
 pub(super) enum RuntimeState {
