@@ -52,14 +52,14 @@ def listed_by(module: str) -> list[str]:
 
 
 def re_exported_by(module: str) -> set[str]:
-    """The names that a module has from another public module, on whose page they are."""
+    """The names that a module has from outside of its package, and that are on the page of another public module."""
+    others = [each for each in ("dl_comm", "dl_comm.training") if each != module]
+    public = {name for each in others for name in listed_by(each)} | set(_unlisted.__all__)
     names: set[str] = set()
     for each in source(module).body:
-        if isinstance(each, ast.ImportFrom) and each.module in ("dl_comm", "dl_comm.training"):
+        if isinstance(each, ast.ImportFrom) and not str(each.module).startswith(f"{module}."):
             names |= {alias.name for alias in each.names}
-        elif isinstance(each, ast.Assign) and ast.unparse(each.value).startswith(("_base.", "dl_comm.")):
-            names |= {ast.unparse(target) for target in each.targets}
-    return names
+    return names & public
 
 
 def documented(module: str) -> set[str]:
