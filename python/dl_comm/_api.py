@@ -45,6 +45,7 @@ from dl_comm._rc import rc
 from dl_comm._split import split
 from dl_comm._stats_writer import StatsWriter
 from dl_comm._teams import set_timeout
+from dl_comm._types import Operator
 
 if not TYPE_CHECKING:
     from dl_comm import run  # the package, which can be called
@@ -83,6 +84,7 @@ __all__ = [
     "Grid",
     "Group",
     "MismatchError",
+    "Operator",
     "PeerLostError",
     "RankFailedError",
     "StateError",

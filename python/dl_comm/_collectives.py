@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -13,10 +13,11 @@ from dl_comm._agreement import failing_together
 from dl_comm._binding import binding_of
 from dl_comm._checks import checked_name, checked_root, checked_team, seconds
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_routed, unless_world
+from dl_comm._groups import CONTROL_TEAM, Group, Work, averaging_team, checked_place, is_routed, unless_world
 from dl_comm._memory import new_result_like
 from dl_comm._ops import broadcast_in
 from dl_comm._towers import as_towers, in_towers, listed
+from dl_comm._types import Arrays, Object
 
 _ARRAYS = {np.ndarray}
 # Element types that the plugin's broadcast lacks.
@@ -109,6 +110,39 @@ def _refuse_masked(arrays: list[Any]) -> None:
             )
 
 
+@overload
+def broadcast(
+    tensors: Sequence[Object],
+    root: int = ...,
+    *,
+    timeout: float | None = ...,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+) -> list[Object]: ...
+
+
+@overload
+def broadcast(
+    tensors: Sequence[Object],
+    root: int = ...,
+    *,
+    timeout: float | None = ...,
+    group: Group | None = ...,
+    async_op: Literal[True],
+) -> Work[list[Object]]: ...
+
+
+@overload
+def broadcast(
+    tensors: Sequence[Object],
+    root: int = ...,
+    *,
+    timeout: float | None = ...,
+    group: Group | None = ...,
+    async_op: bool = ...,
+) -> list[Object] | Work[list[Object]]: ...
+
+
 def broadcast(
     tensors: Sequence[Any],
     root: int = 0,
@@ -157,6 +191,18 @@ def broadcast(
         return broadcast_in(tensors, root, None, timeout)
     _dl_comm.broadcast(tensors, root, None, limit)
     return tensors
+
+
+@overload
+def average(value: float | np.generic, *, group: Group | None = ...) -> float: ...
+
+
+@overload
+def average(value: np.ndarray[Any, Any], *, group: Group | None = ...) -> np.ndarray[Any, Any]: ...
+
+
+@overload
+def average(value: Arrays, *, group: Group | None = ...) -> Arrays: ...
 
 
 def average(value: Any, *, group: Group | None = None) -> Any:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 from dl_comm import _dl_comm
 from dl_comm._checks import checked_int, checked_ints, checked_team, checked_text, seconds
@@ -19,8 +19,24 @@ from dl_comm._end import on_end
 from dl_comm._errors import ArgumentError, StateError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Unpack
+
     from dl_comm._checkpoint import Location
     from dl_comm._communicators import Grid
+    from dl_comm._types import (
+        Arrays,
+        Exchanged,
+        Object,
+        Operator,
+        Options,
+        Ragged,
+        Scaled,
+        ScaledBlocks,
+        Scattered,
+        Values,
+    )
 
 Result = TypeVar("Result")
 
@@ -185,10 +201,25 @@ class Group:
 
     if TYPE_CHECKING:
         # `_methods` adds them: the functions of `dl_comm` with these names, which document them, on this group.
+        @overload
+        def allreduce(
+            self, x: Values, op: Operator = ..., *, async_op: Literal[False] = ..., **options: Unpack[Scaled]
+        ) -> Values: ...
+
+        @overload
+        def allreduce(
+            self, x: Values, op: Operator = ..., *, async_op: Literal[True], **options: Unpack[Scaled]
+        ) -> Work[Values]: ...
+
+        @overload
+        def allreduce(
+            self, x: Values, op: Operator = ..., *, async_op: bool = ..., **options: Unpack[Scaled]
+        ) -> Values | Work[Values]: ...
+
         def allreduce(
             self,
             x: Any,
-            op: str = "sum",
+            op: Operator = "sum",
             *,
             name: str | None = None,
             timeout: float | None = None,
@@ -199,11 +230,32 @@ class Group:
         ) -> Any:
             """The reduction of the arrays of all ranks, on every rank. As ``dl_comm.allreduce``."""
 
+        @overload
+        def reduce(
+            self,
+            x: Values,
+            root: int = ...,
+            op: Operator = ...,
+            *,
+            async_op: Literal[False] = ...,
+            **options: Unpack[Options],
+        ) -> Values | None: ...
+
+        @overload
+        def reduce(
+            self, x: Values, root: int = ..., op: Operator = ..., *, async_op: Literal[True], **options: Unpack[Options]
+        ) -> Work[Values | None]: ...
+
+        @overload
+        def reduce(
+            self, x: Values, root: int = ..., op: Operator = ..., *, async_op: bool = ..., **options: Unpack[Options]
+        ) -> Values | None | Work[Values | None]: ...
+
         def reduce(
             self,
             x: Any,
             root: int = 0,
-            op: str = "sum",
+            op: Operator = "sum",
             *,
             name: str | None = None,
             timeout: float | None = None,
@@ -211,6 +263,32 @@ class Group:
             async_op: bool = False,
         ) -> Any:
             """The reduction of the arrays of all ranks, on rank ``root``; None elsewhere. As ``dl_comm.reduce``."""
+
+        @overload
+        def all_gather(self, x: Arrays, *, async_op: Literal[False] = ..., **options: Unpack[Ragged]) -> Arrays: ...
+
+        @overload
+        def all_gather(self, x: Arrays, *, async_op: Literal[True], **options: Unpack[Ragged]) -> Work[Arrays]: ...
+
+        @overload
+        def all_gather(
+            self, x: Arrays, *, async_op: bool = ..., **options: Unpack[Ragged]
+        ) -> Arrays | Work[Arrays]: ...
+
+        @overload
+        def all_gather(
+            self, x: complex, *, async_op: Literal[False] = ..., **options: Unpack[Ragged]
+        ) -> NDArray[Any]: ...
+
+        @overload
+        def all_gather(
+            self, x: complex, *, async_op: Literal[True], **options: Unpack[Ragged]
+        ) -> Work[NDArray[Any]]: ...
+
+        @overload
+        def all_gather(
+            self, x: complex, *, async_op: bool = ..., **options: Unpack[Ragged]
+        ) -> NDArray[Any] | Work[NDArray[Any]]: ...
 
         def all_gather(
             self,
@@ -224,6 +302,36 @@ class Group:
             async_op: bool = False,
         ) -> Any:
             """The arrays of all ranks, joined along the first axis. As ``dl_comm.all_gather``."""
+
+        @overload
+        def gather(
+            self, x: Arrays, root: int = ..., *, async_op: Literal[False] = ..., **options: Unpack[Ragged]
+        ) -> Arrays | None: ...
+
+        @overload
+        def gather(
+            self, x: Arrays, root: int = ..., *, async_op: Literal[True], **options: Unpack[Ragged]
+        ) -> Work[Arrays | None]: ...
+
+        @overload
+        def gather(
+            self, x: Arrays, root: int = ..., *, async_op: bool = ..., **options: Unpack[Ragged]
+        ) -> Arrays | None | Work[Arrays | None]: ...
+
+        @overload
+        def gather(
+            self, x: complex, root: int = ..., *, async_op: Literal[False] = ..., **options: Unpack[Ragged]
+        ) -> NDArray[Any] | None: ...
+
+        @overload
+        def gather(
+            self, x: complex, root: int = ..., *, async_op: Literal[True], **options: Unpack[Ragged]
+        ) -> Work[NDArray[Any] | None]: ...
+
+        @overload
+        def gather(
+            self, x: complex, root: int = ..., *, async_op: bool = ..., **options: Unpack[Ragged]
+        ) -> NDArray[Any] | None | Work[NDArray[Any] | None]: ...
 
         def gather(
             self,
@@ -239,6 +347,42 @@ class Group:
         ) -> Any:
             """The arrays of all ranks, joined, on rank ``root``; None elsewhere. As ``dl_comm.gather``."""
 
+        @overload
+        def scatter(
+            self, x: Any, root: int = ..., *, out: Arrays, async_op: Literal[False] = ..., **options: Unpack[Scattered]
+        ) -> Arrays: ...
+
+        @overload
+        def scatter(
+            self, x: Any, root: int = ..., *, out: Arrays, async_op: Literal[True], **options: Unpack[Scattered]
+        ) -> Work[Arrays]: ...
+
+        @overload
+        def scatter(
+            self, x: Any, root: int = ..., *, out: Arrays, async_op: bool = ..., **options: Unpack[Scattered]
+        ) -> Arrays | Work[Arrays]: ...
+
+        @overload
+        def scatter(
+            self,
+            x: Arrays,
+            root: int = ...,
+            *,
+            out: None = ...,
+            async_op: Literal[False] = ...,
+            **options: Unpack[Scattered],
+        ) -> Arrays: ...
+
+        @overload
+        def scatter(
+            self, x: Arrays, root: int = ..., *, out: None = ..., async_op: Literal[True], **options: Unpack[Scattered]
+        ) -> Work[Arrays]: ...
+
+        @overload
+        def scatter(
+            self, x: Arrays, root: int = ..., *, out: None = ..., async_op: bool = ..., **options: Unpack[Scattered]
+        ) -> Arrays | Work[Arrays]: ...
+
         def scatter(
             self,
             x: Any,
@@ -252,10 +396,25 @@ class Group:
         ) -> Any:
             """The block of this rank of the arrays of rank ``root``. As ``dl_comm.scatter``."""
 
+        @overload
+        def reduce_scatter(
+            self, x: Arrays, op: Operator = ..., *, async_op: Literal[False] = ..., **options: Unpack[ScaledBlocks]
+        ) -> Arrays: ...
+
+        @overload
+        def reduce_scatter(
+            self, x: Arrays, op: Operator = ..., *, async_op: Literal[True], **options: Unpack[ScaledBlocks]
+        ) -> Work[Arrays]: ...
+
+        @overload
+        def reduce_scatter(
+            self, x: Arrays, op: Operator = ..., *, async_op: bool = ..., **options: Unpack[ScaledBlocks]
+        ) -> Arrays | Work[Arrays]: ...
+
         def reduce_scatter(
             self,
             x: Any,
-            op: str = "sum",
+            op: Operator = "sum",
             *,
             name: str | None = None,
             timeout: float | None = None,
@@ -266,6 +425,17 @@ class Group:
             async_op: bool = False,
         ) -> Any:
             """The block of this rank of the reduction. As ``dl_comm.reduce_scatter``."""
+
+        @overload
+        def all_to_all(self, x: Arrays, *, async_op: Literal[False] = ..., **options: Unpack[Exchanged]) -> Arrays: ...
+
+        @overload
+        def all_to_all(self, x: Arrays, *, async_op: Literal[True], **options: Unpack[Exchanged]) -> Work[Arrays]: ...
+
+        @overload
+        def all_to_all(
+            self, x: Arrays, *, async_op: bool = ..., **options: Unpack[Exchanged]
+        ) -> Arrays | Work[Arrays]: ...
 
         def all_to_all(
             self,
@@ -318,6 +488,26 @@ class Group:
         ) -> Status:
             """Sends ``x`` and receives into ``out`` at the same time. As ``dl_comm.sendrecv``."""
 
+        @overload
+        def broadcast(
+            self,
+            tensors: Sequence[Object],
+            root: int = ...,
+            *,
+            timeout: float | None = ...,
+            async_op: Literal[False] = ...,
+        ) -> list[Object]: ...
+
+        @overload
+        def broadcast(
+            self, tensors: Sequence[Object], root: int = ..., *, timeout: float | None = ..., async_op: Literal[True]
+        ) -> Work[list[Object]]: ...
+
+        @overload
+        def broadcast(
+            self, tensors: Sequence[Object], root: int = ..., *, timeout: float | None = ..., async_op: bool = ...
+        ) -> list[Object] | Work[list[Object]]: ...
+
         def broadcast(
             self, tensors: Sequence[Any], root: int = 0, *, timeout: float | None = None, async_op: bool = False
         ) -> Any:
@@ -336,19 +526,28 @@ class Group:
         ) -> list[Any]:
             """The mean of every tensor, as in training; no schedule. As ``dl_comm.gradients``."""
 
+        @overload
+        def average(self, value: float | np.generic) -> float: ...
+
+        @overload
+        def average(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]: ...
+
+        @overload
+        def average(self, value: Arrays) -> Arrays: ...
+
         def average(self, value: Any) -> Any:
             """The mean of a metric. As ``dl_comm.average``."""
 
         def average_metrics(self, metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str, float]:
             """The means of named numbers. As ``dl_comm.average_metrics``."""
 
-        def all_gather_object(self, obj: Any) -> list[Any]:
+        def all_gather_object(self, obj: Object) -> list[Object]:
             """The picklable objects of all ranks. As ``dl_comm.all_gather_object``."""
 
-        def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
+        def gather_object(self, obj: Object, root: int = 0) -> list[Object] | None:
             """The picklable objects of all ranks, on rank ``root``; None elsewhere. As ``dl_comm.gather_object``."""
 
-        def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
+        def broadcast_object(self, obj: Object | None = None, root: int = 0) -> Object:
             """The picklable object of rank ``root``. As ``dl_comm.broadcast_object``."""
 
         def read_on_rank0(self, path: Location) -> bytes:

@@ -19,6 +19,7 @@ from dl_comm._arguments import checked_rank
 from dl_comm._errors import CommError
 from dl_comm._groups import Group, given
 from dl_comm._ops import all_gather, broadcast_in, gather
+from dl_comm._types import Object
 
 
 class _Pickle:
@@ -46,7 +47,7 @@ class _Pickle:
             )
 
 
-def all_gather_object(obj: Any, *, group: Group | None = None) -> list[Any]:
+def all_gather_object(obj: Object, *, group: Group | None = None) -> list[Object]:
     """The picklable objects of all ranks, by rank. Collective. Unpickle only what you trust.
 
     If a rank cannot pickle its object, it raises the exception of pickle, and the others raise CommError with its text.
@@ -54,7 +55,7 @@ def all_gather_object(obj: Any, *, group: Group | None = None) -> list[Any]:
     return _gathered(obj, None, given(group), "all_gather_object") or []
 
 
-def gather_object(obj: Any, root: int = 0, *, group: Group | None = None) -> list[Any] | None:
+def gather_object(obj: Object, root: int = 0, *, group: Group | None = None) -> list[Object] | None:
     """The picklable objects of all ranks, by rank, on rank ``root`` of the group; None elsewhere. Collective.
 
     Raises as ``all_gather_object``.
@@ -82,7 +83,7 @@ def _gathered(obj: Any, root: int | None, members: Group, name: str) -> list[Any
     return [pickle.loads(part.tobytes()) for part in parts]
 
 
-def broadcast_object(obj: Any = None, root: int = 0, *, group: Group | None = None) -> Any:
+def broadcast_object(obj: Object | None = None, root: int = 0, *, group: Group | None = None) -> Object:
     """The picklable object of rank ``root`` of the group, on all its ranks. Collective.
 
     If the root cannot pickle it, the root raises the exception of pickle, and the others raise CommError with its text.
@@ -90,7 +91,8 @@ def broadcast_object(obj: Any = None, root: int = 0, *, group: Group | None = No
     members = given(group)
     with failing_together("broadcast_object", members):
         root = checked_rank(root, members)
-    return object_of_root(lambda: obj, root, members, "broadcast_object")
+    found: Object = object_of_root(lambda: obj, root, members, "broadcast_object")
+    return found
 
 
 def object_of_root(make: Callable[[], Any], root: int, members: Group, name: str) -> Any:

@@ -8,7 +8,7 @@ Thread rule: any thread may call every function. The ranks of the group must all
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -34,6 +34,13 @@ from dl_comm._checks import checked_flag, checked_name, seconds
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group, Status, Work, given, is_routed, limit, unless_world
 from dl_comm._memory import new_result_like
+from dl_comm._types import Arrays, Operator, Values
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Unpack
+
+    from dl_comm._types import Exchanged, Options, Ragged, Scaled, ScaledBlocks, Scattered
 
 # The codes of dl_comm.h.
 _ALLREDUCE, _BROADCAST, _BARRIER, _REDUCE, _ALLGATHER, _GATHER, _SCATTER, _REDUCE_SCATTER, _ALLTOALL = range(1, 10)
@@ -71,9 +78,32 @@ class _Call:
         return result()
 
 
+@overload
+def allreduce(
+    x: Values,
+    op: Operator = ...,
+    *,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+    **options: Unpack[Scaled],
+) -> Values: ...
+
+
+@overload
+def allreduce(
+    x: Values, op: Operator = ..., *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Scaled]
+) -> Work[Values]: ...
+
+
+@overload
+def allreduce(
+    x: Values, op: Operator = ..., *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Scaled]
+) -> Values | Work[Values]: ...
+
+
 def allreduce(
     x: Any,
-    op: str = "sum",
+    op: Operator = "sum",
     *,
     group: Group | None = None,
     name: str | None = None,
@@ -125,10 +155,46 @@ def allreduce(
     return call(result, arrays, results, operator=operator, factors=factors)
 
 
+@overload
+def reduce(
+    x: Values,
+    root: int = ...,
+    op: Operator = ...,
+    *,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Values | None: ...
+
+
+@overload
+def reduce(
+    x: Values,
+    root: int = ...,
+    op: Operator = ...,
+    *,
+    group: Group | None = ...,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work[Values | None]: ...
+
+
+@overload
+def reduce(
+    x: Values,
+    root: int = ...,
+    op: Operator = ...,
+    *,
+    group: Group | None = ...,
+    async_op: bool = ...,
+    **options: Unpack[Options],
+) -> Values | None | Work[Values | None]: ...
+
+
 def reduce(
     x: Any,
     root: int = 0,
-    op: str = "sum",
+    op: Operator = "sum",
     *,
     group: Group | None = None,
     name: str | None = None,
@@ -151,6 +217,42 @@ def reduce(
         return call(nothing, arrays, None, operator=operator, root=root)
     results = results_like(out, arrays, [array.shape for array in arrays])
     return call(returned(out, results, wrap), arrays, results, operator=operator, root=root)
+
+
+@overload
+def all_gather(
+    x: Arrays, *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Ragged]
+) -> Arrays: ...
+
+
+@overload
+def all_gather(
+    x: Arrays, *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Ragged]
+) -> Work[Arrays]: ...
+
+
+@overload
+def all_gather(
+    x: Arrays, *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Ragged]
+) -> Arrays | Work[Arrays]: ...
+
+
+@overload
+def all_gather(
+    x: complex, *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Ragged]
+) -> NDArray[Any]: ...
+
+
+@overload
+def all_gather(
+    x: complex, *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Ragged]
+) -> Work[NDArray[Any]]: ...
+
+
+@overload
+def all_gather(
+    x: complex, *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Ragged]
+) -> NDArray[Any] | Work[NDArray[Any]]: ...
 
 
 def all_gather(
@@ -189,6 +291,42 @@ def all_gather(
     return call(result, arrays, results, counts=(in_elements(rows, arrays[0]), None))
 
 
+@overload
+def gather(
+    x: Arrays, root: int = ..., *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Ragged]
+) -> Arrays | None: ...
+
+
+@overload
+def gather(
+    x: Arrays, root: int = ..., *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Ragged]
+) -> Work[Arrays | None]: ...
+
+
+@overload
+def gather(
+    x: Arrays, root: int = ..., *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Ragged]
+) -> Arrays | None | Work[Arrays | None]: ...
+
+
+@overload
+def gather(
+    x: complex, root: int = ..., *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Ragged]
+) -> NDArray[Any] | None: ...
+
+
+@overload
+def gather(
+    x: complex, root: int = ..., *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Ragged]
+) -> Work[NDArray[Any] | None]: ...
+
+
+@overload
+def gather(
+    x: complex, root: int = ..., *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Ragged]
+) -> NDArray[Any] | None | Work[NDArray[Any] | None]: ...
+
+
 def gather(
     x: Any,
     root: int = 0,
@@ -212,6 +350,78 @@ def gather(
     results = _joined(call, out, arrays, rows)
     result = returned(out, results, kind_of(x))
     return call(result, arrays, results, root=root, counts=(elements, None))
+
+
+@overload
+def scatter(
+    x: Any,
+    root: int = ...,
+    *,
+    out: Arrays,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+    **options: Unpack[Scattered],
+) -> Arrays: ...
+
+
+@overload
+def scatter(
+    x: Any,
+    root: int = ...,
+    *,
+    out: Arrays,
+    group: Group | None = ...,
+    async_op: Literal[True],
+    **options: Unpack[Scattered],
+) -> Work[Arrays]: ...
+
+
+@overload
+def scatter(
+    x: Any,
+    root: int = ...,
+    *,
+    out: Arrays,
+    group: Group | None = ...,
+    async_op: bool = ...,
+    **options: Unpack[Scattered],
+) -> Arrays | Work[Arrays]: ...
+
+
+@overload
+def scatter(
+    x: Arrays,
+    root: int = ...,
+    *,
+    out: None = ...,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+    **options: Unpack[Scattered],
+) -> Arrays: ...
+
+
+@overload
+def scatter(
+    x: Arrays,
+    root: int = ...,
+    *,
+    out: None = ...,
+    group: Group | None = ...,
+    async_op: Literal[True],
+    **options: Unpack[Scattered],
+) -> Work[Arrays]: ...
+
+
+@overload
+def scatter(
+    x: Arrays,
+    root: int = ...,
+    *,
+    out: None = ...,
+    group: Group | None = ...,
+    async_op: bool = ...,
+    **options: Unpack[Scattered],
+) -> Arrays | Work[Arrays]: ...
 
 
 def scatter(
@@ -259,9 +469,37 @@ def scatter(
     return call(lambda: out, sources, results, root=root, counts=(elements, None))
 
 
+@overload
+def reduce_scatter(
+    x: Arrays,
+    op: Operator = ...,
+    *,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+    **options: Unpack[ScaledBlocks],
+) -> Arrays: ...
+
+
+@overload
+def reduce_scatter(
+    x: Arrays,
+    op: Operator = ...,
+    *,
+    group: Group | None = ...,
+    async_op: Literal[True],
+    **options: Unpack[ScaledBlocks],
+) -> Work[Arrays]: ...
+
+
+@overload
+def reduce_scatter(
+    x: Arrays, op: Operator = ..., *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[ScaledBlocks]
+) -> Arrays | Work[Arrays]: ...
+
+
 def reduce_scatter(
     x: Any,
-    op: str = "sum",
+    op: Operator = "sum",
     *,
     group: Group | None = None,
     name: str | None = None,
@@ -299,6 +537,24 @@ def reduce_scatter(
     counted = (in_elements(rows, arrays[0]), None)
     result = returned(out, results, kind_of(x))
     return call(result, arrays, results, operator=operator, counts=counted, factors=factors)
+
+
+@overload
+def all_to_all(
+    x: Arrays, *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Exchanged]
+) -> Arrays: ...
+
+
+@overload
+def all_to_all(
+    x: Arrays, *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Exchanged]
+) -> Work[Arrays]: ...
+
+
+@overload
+def all_to_all(
+    x: Arrays, *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Exchanged]
+) -> Arrays | Work[Arrays]: ...
 
 
 def all_to_all(

@@ -8,12 +8,14 @@ import re
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import pytest
 
 import dl_comm
 import ml_comm
 from dl_comm import _unlisted
+from dl_comm._arguments import OPERATORS
 from dl_comm.compat import cray, torchmpi
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +96,11 @@ def test_a_module_shows_its_names_only(name: str) -> None:
     assert list(module.__all__) == listed_by(name)
     # What a page lists exists, and has a text.
     for each in pages()[name]:
-        assert (getattr(module, each).__doc__ or "").strip(), each
+        assert each == "Operator" or (getattr(module, each).__doc__ or "").strip(), each
+
+
+def test_the_type_of_operators_has_all() -> None:
+    assert set(get_args(dl_comm.Operator)) == set(OPERATORS)
 
 
 def test_names_of_other_libraries_stay_reachable() -> None:

@@ -9,7 +9,7 @@ Thread rule: any thread may call every function; they wait without the GIL. The 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -17,6 +17,7 @@ from dl_comm import _groups
 from dl_comm._checks import checked_flag, checked_float, seconds
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group
+from dl_comm._types import Arrays, Operator, Values
 from dl_comm.torch import _autograd as _autograd
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import (
@@ -34,6 +35,11 @@ from dl_comm.torch._arguments import (
 )
 from dl_comm.torch._levels import allreduce_by_levels, steps_of
 from dl_comm.torch._work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from dl_comm._types import Exchanged, Options, Ragged, Scaled, ScaledBlocks, Scattered
 
 
 class _Collective(NamedTuple):
@@ -60,9 +66,32 @@ _ALL_TO_ALL = _collective("all_to_all")
 _MOVING = (_ALL_GATHER, _GATHER, _SCATTER, _ALL_TO_ALL)
 
 
+@overload
+def allreduce(
+    x: Values,
+    op: Operator = ...,
+    *,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+    **options: Unpack[Scaled],
+) -> Values: ...
+
+
+@overload
+def allreduce(
+    x: Values, op: Operator = ..., *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Scaled]
+) -> Work[Values]: ...
+
+
+@overload
+def allreduce(
+    x: Values, op: Operator = ..., *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Scaled]
+) -> Values | Work[Values]: ...
+
+
 def allreduce(
     x: Any,
-    op: str = "sum",
+    op: Operator = "sum",
     *,
     group: Group | None = None,
     name: str | None = None,
@@ -126,10 +155,46 @@ def allreduce(
     return _run(_ALLREDUCE, x, out, async_op, arguments)
 
 
+@overload
+def reduce(
+    x: Values,
+    root: int = ...,
+    op: Operator = ...,
+    *,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Values | None: ...
+
+
+@overload
+def reduce(
+    x: Values,
+    root: int = ...,
+    op: Operator = ...,
+    *,
+    group: Group | None = ...,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work[Values | None]: ...
+
+
+@overload
+def reduce(
+    x: Values,
+    root: int = ...,
+    op: Operator = ...,
+    *,
+    group: Group | None = ...,
+    async_op: bool = ...,
+    **options: Unpack[Options],
+) -> Values | None | Work[Values | None]: ...
+
+
 def reduce(
     x: Any,
     root: int = 0,
-    op: str = "sum",
+    op: Operator = "sum",
     *,
     group: Group | None = None,
     name: str | None = None,
@@ -155,6 +220,42 @@ def reduce(
         seconds(timeout),
     )
     return _run(_REDUCE, x, out, async_op, arguments, root)
+
+
+@overload
+def all_gather(
+    x: Arrays, *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Ragged]
+) -> Arrays: ...
+
+
+@overload
+def all_gather(
+    x: Arrays, *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Ragged]
+) -> Work[Arrays]: ...
+
+
+@overload
+def all_gather(
+    x: Arrays, *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Ragged]
+) -> Arrays | Work[Arrays]: ...
+
+
+@overload
+def all_gather(
+    x: complex, *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Ragged]
+) -> torch.Tensor: ...
+
+
+@overload
+def all_gather(
+    x: complex, *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Ragged]
+) -> Work[torch.Tensor]: ...
+
+
+@overload
+def all_gather(
+    x: complex, *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Ragged]
+) -> torch.Tensor | Work[torch.Tensor]: ...
 
 
 def all_gather(
@@ -196,6 +297,42 @@ def all_gather(
     )
 
 
+@overload
+def gather(
+    x: Arrays, root: int = ..., *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Ragged]
+) -> Arrays | None: ...
+
+
+@overload
+def gather(
+    x: Arrays, root: int = ..., *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Ragged]
+) -> Work[Arrays | None]: ...
+
+
+@overload
+def gather(
+    x: Arrays, root: int = ..., *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Ragged]
+) -> Arrays | None | Work[Arrays | None]: ...
+
+
+@overload
+def gather(
+    x: complex, root: int = ..., *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Ragged]
+) -> torch.Tensor | None: ...
+
+
+@overload
+def gather(
+    x: complex, root: int = ..., *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Ragged]
+) -> Work[torch.Tensor | None]: ...
+
+
+@overload
+def gather(
+    x: complex, root: int = ..., *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Ragged]
+) -> torch.Tensor | None | Work[torch.Tensor | None]: ...
+
+
 def gather(
     x: Any,
     root: int = 0,
@@ -212,6 +349,78 @@ def gather(
     rows = _extents(x, counts, ragged, group, name, timeout)
     arguments = (*place(group, 6, x, async_op), checked_rank(root), rows, call_name(name), seconds(timeout))
     return _run(_GATHER, x, out, async_op, arguments, root, joins=True)
+
+
+@overload
+def scatter(
+    x: Any,
+    root: int = ...,
+    *,
+    out: Arrays,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+    **options: Unpack[Scattered],
+) -> Arrays: ...
+
+
+@overload
+def scatter(
+    x: Any,
+    root: int = ...,
+    *,
+    out: Arrays,
+    group: Group | None = ...,
+    async_op: Literal[True],
+    **options: Unpack[Scattered],
+) -> Work[Arrays]: ...
+
+
+@overload
+def scatter(
+    x: Any,
+    root: int = ...,
+    *,
+    out: Arrays,
+    group: Group | None = ...,
+    async_op: bool = ...,
+    **options: Unpack[Scattered],
+) -> Arrays | Work[Arrays]: ...
+
+
+@overload
+def scatter(
+    x: Arrays,
+    root: int = ...,
+    *,
+    out: None = ...,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+    **options: Unpack[Scattered],
+) -> Arrays: ...
+
+
+@overload
+def scatter(
+    x: Arrays,
+    root: int = ...,
+    *,
+    out: None = ...,
+    group: Group | None = ...,
+    async_op: Literal[True],
+    **options: Unpack[Scattered],
+) -> Work[Arrays]: ...
+
+
+@overload
+def scatter(
+    x: Arrays,
+    root: int = ...,
+    *,
+    out: None = ...,
+    group: Group | None = ...,
+    async_op: bool = ...,
+    **options: Unpack[Scattered],
+) -> Arrays | Work[Arrays]: ...
 
 
 def scatter(
@@ -254,9 +463,37 @@ def scatter(
     return _run(_SCATTER, x, out, async_op, arguments)
 
 
+@overload
+def reduce_scatter(
+    x: Arrays,
+    op: Operator = ...,
+    *,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+    **options: Unpack[ScaledBlocks],
+) -> Arrays: ...
+
+
+@overload
+def reduce_scatter(
+    x: Arrays,
+    op: Operator = ...,
+    *,
+    group: Group | None = ...,
+    async_op: Literal[True],
+    **options: Unpack[ScaledBlocks],
+) -> Work[Arrays]: ...
+
+
+@overload
+def reduce_scatter(
+    x: Arrays, op: Operator = ..., *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[ScaledBlocks]
+) -> Arrays | Work[Arrays]: ...
+
+
 def reduce_scatter(
     x: Any,
-    op: str = "sum",
+    op: Operator = "sum",
     *,
     group: Group | None = None,
     name: str | None = None,
@@ -295,6 +532,24 @@ def reduce_scatter(
         seconds(timeout),
     )
     return _run(_REDUCE_SCATTER, x, out, async_op, arguments)
+
+
+@overload
+def all_to_all(
+    x: Arrays, *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Exchanged]
+) -> Arrays: ...
+
+
+@overload
+def all_to_all(
+    x: Arrays, *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Exchanged]
+) -> Work[Arrays]: ...
+
+
+@overload
+def all_to_all(
+    x: Arrays, *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Exchanged]
+) -> Arrays | Work[Arrays]: ...
 
 
 def all_to_all(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -24,11 +24,13 @@ from dl_comm._objects import broadcast_object as broadcast_any_object
 from dl_comm._start import ensure_initialized
 from dl_comm._tensor_names import Name, agreed_order, by_name, labels
 from dl_comm._towers import as_towers, in_towers
+from dl_comm._types import Object
 from dl_comm.torch import _collectives, _ops
 from dl_comm.torch._arguments import refuse_lazy
 from dl_comm.torch._gradient import contiguous_copy, overlaps
 from dl_comm.torch._names import names_of
 from dl_comm.torch._reducer import parameters_broadcast
+from dl_comm.torch._work import Work
 
 _COMPLEX = (torch.complex64, torch.complex128)
 
@@ -61,6 +63,42 @@ def gradients(
     towers, flat = as_towers(tensors)
     means = _ops.average_new(_tensors(flat), team, name or "gradients", towers=towers or 1, timeout=seconds(timeout))
     return means if towers is None else in_towers(means, towers)
+
+
+@overload
+def broadcast(
+    tensors: Sequence[torch.Tensor],
+    root: int = ...,
+    *,
+    timeout: float | None = ...,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+    in_place: bool = ...,
+) -> list[torch.Tensor]: ...
+
+
+@overload
+def broadcast(
+    tensors: Sequence[torch.Tensor],
+    root: int = ...,
+    *,
+    timeout: float | None = ...,
+    group: Group | None = ...,
+    async_op: Literal[True],
+    in_place: bool = ...,
+) -> Work[list[torch.Tensor]]: ...
+
+
+@overload
+def broadcast(
+    tensors: Sequence[torch.Tensor],
+    root: int = ...,
+    *,
+    timeout: float | None = ...,
+    group: Group | None = ...,
+    async_op: bool = ...,
+    in_place: bool = ...,
+) -> list[torch.Tensor] | Work[list[torch.Tensor]]: ...
 
 
 def broadcast(
@@ -189,7 +227,7 @@ def _checked_names(parameters: Any) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
-def broadcast_object(value: Any, root: int = 0, *, group: Group | None = None) -> Any:
+def broadcast_object(value: Object, root: int = 0, *, group: Group | None = None) -> Object:
     """Return rank `root`'s object on every rank. The value on other ranks is ignored. The object is pickled.
 
     `group`: the ranks that take part; `root` is a rank of the group. If pickling fails, rank `root` raises pickle's
