@@ -25,7 +25,7 @@ from dl_comm._errors import (
     TimeoutError,  # noqa: A004 - a subclass of the builtin
     error_of,
 )
-from dl_comm._groups import Group, Status, Work, join
+from dl_comm._groups import Group, join
 from dl_comm._init import init
 from dl_comm._memory import shared_memory, shared_zeros
 from dl_comm._methods import world
@@ -46,6 +46,7 @@ from dl_comm._split import split
 from dl_comm._stats_writer import StatsWriter
 from dl_comm._teams import set_timeout
 from dl_comm._types import Operator
+from dl_comm._work import Status, Work
 
 if not TYPE_CHECKING:
     from dl_comm import run  # the package, which can be called
@@ -63,17 +64,15 @@ if not TYPE_CHECKING:
     )
 else:
     # Type checkers and the documentation read these.
+    from dl_comm._messages import recv, send, sendrecv
     from dl_comm._ops import (
         all_gather,
         all_to_all,
         allreduce,
         gather,
-        recv,
         reduce,
         reduce_scatter,
         scatter,
-        send,
-        sendrecv,
     )
     from dl_comm.run import run
 

@@ -13,11 +13,12 @@ from dl_comm._agreement import failing_together
 from dl_comm._binding import binding_of
 from dl_comm._checks import checked_name, checked_root, checked_team, seconds
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import CONTROL_TEAM, Group, Work, averaging_team, checked_place, is_routed, unless_world
+from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_routed, unless_world
 from dl_comm._memory import new_result_like
 from dl_comm._ops import broadcast_in
 from dl_comm._towers import as_towers, in_towers, listed
 from dl_comm._types import Arrays, Object
+from dl_comm._work import Work
 
 _ARRAYS = {np.ndarray}
 # Element types that the plugin's broadcast lacks.

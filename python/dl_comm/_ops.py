@@ -1,4 +1,4 @@
-"""Collectives on NumPy arrays and numbers, on all ranks or on a group; send and receive.
+"""Collectives on NumPy arrays and numbers, on all ranks or on a group.
 
 Tensors of a framework go to its binding.
 
@@ -20,8 +20,6 @@ from dl_comm._arguments import (
     block_extent,
     checked_counts,
     checked_rank,
-    checked_source,
-    checked_tag,
     in_elements,
     kind_of,
     nothing,
@@ -32,9 +30,10 @@ from dl_comm._arguments import (
 )
 from dl_comm._checks import checked_flag, checked_name, seconds
 from dl_comm._errors import ArgumentError
-from dl_comm._groups import Group, Status, Work, given, is_routed, limit, unless_world
+from dl_comm._groups import Group, given, is_routed, unless_world
 from dl_comm._memory import new_result_like
 from dl_comm._types import Arrays, Operator, Values
+from dl_comm._work import Work, limit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -605,90 +604,6 @@ def all_to_all(
     results = results_like(out, arrays, [(sum(received), *arrays[0].shape[1:])])
     counts = (in_elements(sent, arrays[0]), in_elements(received, arrays[0]))
     return call(returned(out, results, kind_of(x)), arrays, results, counts=counts)
-
-
-def send(
-    x: Any,
-    dest: int,
-    tag: int = 0,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    async_op: bool = False,
-) -> Any:
-    """Sends arrays to rank ``dest`` of the group.
-
-    Args:
-        x: An array, a number, or a list of arrays, which are one message.
-        dest: The receiver.
-        tag: A number from 0 that the receiver may ask for.
-        group: As for ``allreduce``.
-        name: Stands in error messages of this rank.
-        timeout: As for ``allreduce``. A message that misses its deadline does not end the group.
-        async_op: Return a ``Work`` at once.
-
-    Short messages do not wait for the receiver; longer ones until it has them.
-    """
-    members = given(group)
-    checked_name(name)
-    message = (arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(tag), name, limit(timeout))
-    if checked_flag("async_op", async_op):
-        return Work(members.handle.send(message), lambda _: None)
-    members.handle.send_receive(message, None)
-    return None
-
-
-def recv(
-    out: Any,
-    source: int | None = None,
-    tag: int | None = None,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    async_op: bool = False,
-) -> Any:
-    """Receives a message into arrays.
-
-    Args:
-        out: An array or a list of arrays. A shorter message leaves the rest as it is; a longer one is an error.
-        source: The sender; None: any rank of the group.
-        tag: The tag of the message; None: any.
-        group: As for ``allreduce``.
-        name: Stands in error messages of this rank.
-        timeout: As for ``allreduce``. A receive that misses its deadline does not end the group.
-        async_op: Return a ``Work`` of the status at once.
-
-    Returns:
-        A ``Status``: source, tag and length in bytes.
-    """
-    members = given(group)
-    checked_name(name)
-    message = (arrays_of(out, "out")[0], checked_source(source, members), checked_tag(tag), name, limit(timeout))
-    if checked_flag("async_op", async_op):
-        return Work(members.handle.receive(message), lambda handle: Status(*handle.status()))
-    return Status(*members.handle.send_receive(None, message))
-
-
-def sendrecv(
-    x: Any,
-    dest: int,
-    out: Any,
-    source: int | None = None,
-    *,
-    send_tag: int = 0,
-    recv_tag: int | None = None,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-) -> Status:
-    """Sends ``x`` to rank ``dest`` and receives into ``out`` at the same time; see ``send`` and ``recv``."""
-    checked_name(name)
-    members, seconds = given(group), limit(timeout)
-    sent = (arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(send_tag), name, seconds)
-    received = (arrays_of(out, "out")[0], checked_source(source, members), checked_tag(recv_tag), name, seconds)
-    return Status(*members.handle.send_receive(sent, received))
 
 
 def broadcast_in(

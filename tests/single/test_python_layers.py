@@ -13,8 +13,8 @@ LAYERS = {
     "_private_names _rc _signal _torch_variables _types analyze_dumps run",
     "libraries": "_build _load build",
     "job": "_diagnosis _end _gpus _rank_variables _ranks _start _stats_writer _torchrun timeline",
-    "arrays": "_agreement _arguments _checkpoint _cuda_arrays _groups _memory _metrics _objects _ops _sampler _teams "
-    "_tensor_names _towers training",
+    "arrays": "_agreement _arguments _checkpoint _cuda_arrays _groups _memory _messages _metrics _objects _ops "
+    "_sampler _teams _tensor_names _towers _work training",
     "levels": "_communicators _hierarchy _selector _split",
     # Beside each other; Keras is on TensorFlow.
     "bindings": "_torch_distributed keras tensorflow torch",

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from dl_comm._arguments import checked_rank, checked_tag
 from dl_comm._checks import checked_name, checked_root, seconds
-from dl_comm._groups import Group, Status, given
+from dl_comm._groups import Group, given
+from dl_comm._work import Status
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._collectives import converted
 from dl_comm.tensorflow._ops import no_autograph

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dl_comm._collectives import check_buffers_match
 from dl_comm._end import finalize
-from dl_comm._groups import Group, Status
+from dl_comm._groups import Group
 from dl_comm._init import init
 from dl_comm._objects import all_gather_object, gather_object
 from dl_comm._ops import barrier
@@ -22,6 +22,7 @@ from dl_comm._ranks import get_localrank, get_nranks, get_rank, local_rank, rank
 from dl_comm._split import split
 from dl_comm._start import init_mpi
 from dl_comm._teams import config_team
+from dl_comm._work import Status
 from dl_comm.torch._batch_norm import SyncBatchNorm
 from dl_comm.torch._collectives import (
     all_gather,

@@ -13,7 +13,8 @@ import torch
 
 from dl_comm._checks import checked_flag, seconds
 from dl_comm._errors import ArgumentError
-from dl_comm._groups import Group, Status
+from dl_comm._groups import Group
+from dl_comm._work import Status
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import call_name, carried, checked_rank, checked_tag, place, refuse_gradients, tensors_of
 from dl_comm.torch._work import Handle, Work

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, cast
 
-from dl_comm import _groups
+from dl_comm import _work
 from dl_comm._errors import TimeoutError as CallTimeoutError
 from dl_comm.torch import _ops
 
@@ -46,15 +46,15 @@ class Handle:
             _DETACH(self._number)
 
 
-class Work(_groups.Work[_groups.Result]):
+class Work(_work.Work[_work.Result]):
     """A started call on torch tensors, as `dl_comm.Work`.
 
     On a GPU, `wait` orders torch's current stream after the call; `await` that of the loop's thread.
     """
 
-    def __init__(self, number: int, result: Callable[[Handle], _groups.Result]) -> None:
+    def __init__(self, number: int, result: Callable[[Handle], _work.Result]) -> None:
         super().__init__(cast(Any, Handle(number)), cast(Any, result))
 
-    def __await__(self) -> Generator[Any, None, _groups.Result]:
+    def __await__(self) -> Generator[Any, None, _work.Result]:
         yield from asyncio.get_running_loop().run_in_executor(None, self._handle.wait, 0.0).__await__()
         return self.wait()

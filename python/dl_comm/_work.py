@@ -1,0 +1,67 @@
+"""Handles on started calls, and what a receive has received.
+
+Thread rule: any thread may use every object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from dl_comm import _dl_comm
+from dl_comm._checks import seconds
+
+Result = TypeVar("Result")
+
+
+def limit(timeout: float | None) -> float:
+    """A deadline as in ``dl_comm_call_t``: 0 for the group's, negative for none."""
+    if timeout is None:
+        return 0.0
+    return seconds(timeout) or -1.0
+
+
+class Status(NamedTuple):
+    """What a receive has received.
+
+    Attributes:
+        source: The rank of the group that sent the message.
+        tag: The tag of the message.
+        bytes: The length of the message in bytes.
+    """
+
+    source: int
+    tag: int
+    bytes: int
+
+
+class Work(Generic[Result]):
+    """A started call. Dropping it does nothing to the call, which keeps its arrays until it has ended.
+
+    ``await`` works in an asyncio program; a thread of the loop's default executor waits meanwhile.
+    """
+
+    def __init__(self, handle: _dl_comm.Work, result: Callable[[_dl_comm.Work], Result]) -> None:
+        self._handle, self._result = handle, result
+
+    def test(self) -> bool:
+        """Whether the call has ended; raises its error. Does not wait."""
+        return self._handle.test()
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Waits for the call and returns its result.
+
+        Args:
+            timeout: In seconds; None: until the call ends, which its own deadline bounds.
+
+        Raises:
+            TimeoutError: After ``timeout``; the call goes on, and may be waited for again.
+            CommError: The error of the call.
+        """
+        limit = 0.0 if timeout is None else max(seconds(timeout), 1e-9)
+        self._handle.wait(limit)
+        return self._result(self._handle)
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        return asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()
