@@ -39,9 +39,11 @@ def __getattr__(name: str) -> Any:
     if name != "__all__" and name not in listed.__all__ and name not in unlisted.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals().update({each: getattr(unlisted, each) for each in unlisted.__all__})
-    globals().update({each: getattr(listed, each) for each in ["__all__", *listed.__all__]})
+    globals().update({each: getattr(listed, each) for each in listed.__all__})
+    # Scripts of the plugin may import all names.
+    globals()["__all__"] = [*listed.__all__, *unlisted.__all__]
     return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*__getattr__("__all__"), "compat"})
+    return sorted({*importlib.import_module("dl_comm._api").__all__, "compat"})

@@ -18,7 +18,7 @@ from dl_comm.compat import cray, torchmpi
 from dl_comm.compat.cray import *  # noqa: F403
 from dl_comm.compat.torchmpi import *  # noqa: F403
 
-__all__ = sorted({*dl_comm.__all__, *cray.__all__, *torchmpi.__all__})  # noqa: PLE0605
+__all__ = sorted(({*dl_comm.__all__} | {*cray.__all__, *torchmpi.__all__}) - {"core_id"})  # noqa: PLE0605
 
 
 def __dir__() -> list[str]:
