@@ -113,6 +113,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     for file, wanted in zip(high, request["files"], strict=True):
         os.dup2(file, wanted)
         os.close(file)
+    before, now = (set(env.get("PYTHONPATH", "").split(os.pathsep)) for env in (os.environ, request["environment"]))
+    sys.path[:] = [folder for folder in sys.path if folder not in before - now]
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
