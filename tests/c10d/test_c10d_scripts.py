@@ -71,6 +71,7 @@ def test_again_under_torchrun(tmp_path: Path) -> None:
     assert finished.output.count("done on 0 of 2") == 5, finished.output
 
 
+@pytest.mark.heavy
 @not_gloo("its groups do not outlive ranks")
 def test_torchrun_starts_failed_ranks_again(tmp_path: Path) -> None:
     """The second rank fails at first; the other one must not hang, and both meet no traces of the first attempt."""
