@@ -100,7 +100,10 @@ def test_a_rank_that_ends_after_the_start_of_mpi(two: Hosts, program: Path, kill
     program.write_text(
         HEAD
         + f"""
-def threads(): return [open(f"/proc/self/task/{{each}}/comm").read().strip() for each in os.listdir("/proc/self/task")]
+def name_of(thread):
+    try: return open(f"/proc/self/task/{{thread}}/comm").read().strip()
+    except OSError: return ""  # it has just ended
+def threads(): return [name_of(each) for each in os.listdir("/proc/self/task")]
 def kill():
     while "dlcomm-start" not in threads(): time.sleep(0.0005)
     while "dlcomm-start" in threads(): time.sleep(0.0005)

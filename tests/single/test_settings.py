@@ -17,9 +17,15 @@ SETTINGS = ("signal_dump", "stack_dump", "excepthook", "exit_handler", "torch_va
 PROGRAM = """
 import atexit, glob, json, os, signal, sys
 
+def name_of(path):
+    try:
+        return open(path).read().strip()
+    except OSError:
+        return ""  # the thread has just ended
+
 def installed():
     (caught,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("SigCgt")]
-    threads = [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
+    threads = [name_of(path) for path in glob.glob("/proc/self/task/*/comm")]
     return {
         # MPI has a handler of its own.
         "signal_dump": "dlcomm-signal" in threads or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL,
