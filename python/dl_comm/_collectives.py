@@ -13,7 +13,7 @@ from dl_comm._agreement import failing_together
 from dl_comm._binding import binding_of
 from dl_comm._checks import checked_name, checked_root, checked_team, seconds
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_routed, unless_world
+from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_of_all, unless_world
 from dl_comm._memory import new_result_like
 from dl_comm._ops import broadcast_in
 from dl_comm._towers import as_towers, in_towers, listed
@@ -172,7 +172,7 @@ def broadcast(
         MismatchError: The ranks issued different collectives.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
-    limit, group = seconds(timeout), unless_world(group)
+    limit = seconds(timeout)
     tensors = listed(tensors, "broadcast")
     framework = binding_of(tensors)
     if framework is not None:
@@ -181,7 +181,7 @@ def broadcast(
         if framework.ARE_IMMUTABLE:
             raise ArgumentError("broadcast of TensorFlow tensors returns new tensors; it takes no async_op")
         return framework.broadcast(tensors, root, timeout=timeout, group=group, async_op=True)
-    if group is not None or async_op or is_routed():
+    if async_op or not is_of_all(group):
         _refuse_masked(tensors)
         return broadcast_in(tensors, root, group, timeout, async_op)
     root = checked_root(root)
@@ -189,7 +189,7 @@ def broadcast(
         return _cuda_arrays.broadcast(tensors, root, limit)
     _refuse_masked(tensors)
     if any(isinstance(array, np.ndarray) and array.dtype.name in _WITHOUT_MEAN for array in tensors):
-        return broadcast_in(tensors, root, None, timeout)
+        return broadcast_in(tensors, root, group, timeout)
     _dl_comm.broadcast(tensors, root, None, limit)
     return tensors
 

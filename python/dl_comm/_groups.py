@@ -582,8 +582,13 @@ def checked_place(group: Group | None, team: Any) -> int:
 
 
 def unless_world(group: Group | None) -> Group | None:
-    """None for the group of all ranks, whose calls are those without a group, unless these go elsewhere."""
-    return None if group is not None and group is _world and _route is None else group
+    """None for the group of all ranks: for calls that without a group are those of all ranks, whatever the route."""
+    return None if group is _world else group
+
+
+def is_of_all(group: Group | None) -> bool:
+    """Whether a call that follows the route is one of all ranks."""
+    return _route is None if group is None else group is _world
 
 
 def averaging_team(group: Group | None, team: int) -> int:
@@ -618,7 +623,8 @@ def join(*, group: Group | None = None, timeout: float | None = None) -> int:
             communicators or the selector, which must be joined by ``group``.
     """
     global joins
-    group = unless_world(group)
+    if not is_routed():
+        group = unless_world(group)
     if group is None and is_routed():
         raise StateError("join() joins the teams, but a communicator or the selector has other groups: give group=")
     last = _dl_comm.join(None if group is None else given(group).handle, max(seconds(timeout), 0.0))

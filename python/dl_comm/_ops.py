@@ -30,7 +30,7 @@ from dl_comm._arguments import (
 )
 from dl_comm._checks import checked_flag, checked_name, seconds
 from dl_comm._errors import ArgumentError
-from dl_comm._groups import Group, given, is_routed, unless_world
+from dl_comm._groups import Group, given, is_of_all
 from dl_comm._memory import new_result_like
 from dl_comm._types import Arrays, Operator, Values
 from dl_comm._work import Work, limit
@@ -630,7 +630,7 @@ def barrier(*, timeout: float | None = None, group: Group | None = None) -> None
         TimeoutError: A rank missed the deadline.
         PeerLostError: A rank has ended.
     """
-    if unless_world(group) is None and not is_routed():
+    if is_of_all(group):
         _dl_comm.barrier(seconds(timeout))
         return
     _Call(_BARRIER, group, None, timeout, False)(nothing, [], [])

@@ -87,6 +87,31 @@ def test_the_methods_of_the_world_meet_the_functions(rank: int, size: int) -> No
         assert mc.join() >= 0
 
 
+def test_the_world_is_all_ranks_beside_communicators(
+    rank: int, size: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What ignores the communicators meets its other spelling, and the world's methods stay those of all ranks."""
+    world, x, total = mc.world(), np.array([rank + 1.0]), size * (size + 1) / 2
+    folder = Path(mc.broadcast_object(str(tmp_path_factory.mktemp("world")), 0))
+    mc.push_communicator(rank)
+    try:
+        mc.set_communicator(1)
+        assert mc.allreduce(x) == rank + 1
+        ranks = (mc, world)[rank % 2]
+        assert ranks.gradients([x])[0] == total / size
+        assert ranks.average_metrics({"x": rank + 1}) == {"x": total / size}
+        assert ranks.average(rank + 1) == total / size
+        ranks.write_on_rank0(folder / "file", lambda path: path.write_text("fine"))
+        assert ranks.read_on_rank0(folder / "file") == b"fine"
+        assert world.allreduce(x) == total
+        assert world.broadcast([x.copy()], size - 1)[0] == size
+        assert world.broadcast([np.array([rank], np.uint32)], size - 1)[0] == size - 1
+        world.barrier()
+    finally:
+        mc.set_communicator(0)
+        mc.pop_communicator()
+
+
 def test_declarations_are_those_of_the_functions() -> None:
     """What type checkers and the documentation read."""
     tree = ast.parse(Path(inspect.getfile(_groups)).read_text())

@@ -17,7 +17,7 @@ from dl_comm._agreement import failing_together
 from dl_comm._arguments import checked_rank
 from dl_comm._checks import checked_name, checked_root, refuse_masked, seconds
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_routed, unless_world, world
+from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_of_all, unless_world, world
 from dl_comm._groups import given as given_group
 from dl_comm._objects import all_gather_object, object_of_root
 from dl_comm._objects import broadcast_object as broadcast_any_object
@@ -118,7 +118,7 @@ def broadcast(
     `group`: the ranks that take part; `root` is a rank of the group. `async_op`: return a `Work` of the tensors, which
     must be contiguous, at once. `in_place=False`: return new tensors; differentiable.
     """
-    given, group = _tensors(tensors), unless_world(group)
+    given = _tensors(tensors)
     _ops.refuse_tangents(given)
     if not in_place:
         if async_op:
@@ -135,7 +135,7 @@ def broadcast(
         for tensor in given
     ]
     dense = [contiguous_copy(tensor) if tensor.layout is torch.strided else tensor for tensor in into]
-    if group is None and not is_routed() and all(tensor.dtype in _ops.DTYPES for tensor in dense):
+    if is_of_all(group) and all(tensor.dtype in _ops.DTYPES for tensor in dense):
         _ops.broadcast_in_place(dense, checked_root(root), "broadcast", timeout=seconds(timeout))
     else:
         _collectives.broadcast_into(dense, root, group, timeout, False, dense)
