@@ -94,3 +94,19 @@ def test_a_group_has_no_schedule(group):
     for options in ({"team": 1}, {"nstep": 10}):
         with pytest.raises(mc.ArgumentError, match="group"):
             dk.DistributedOptimizer("adam", group=group, **options)
+
+
+def test_what_has_no_group_of_its_own_has_that_of_the_optimizer(rank, size, group, tmp_path):
+    """A broadcast over all ranks would overwrite the other parts of a split model."""
+    model = model_from(rank, dk.SyncBatchNormalization, group=group)
+    model.compile(dk.DistributedOptimizer(keras.optimizers.SGD(0.0), group=group, broadcast=False), "mse")
+    expected = model_from(group.ranks[0]).get_weights()
+    model.fit(*joined([rank]), batch_size=4, callbacks=[dk.BroadcastCallback()], verbose=0)
+    np.testing.assert_array_equal(model.get_weights()[0], expected[0])
+    with pytest.raises(mc.ArgumentError, match="no group"):
+        type(model.optimizer).from_config(model.optimizer.get_config())
+    model.save(tmp_path / "model.keras")
+    again = dk.load_model(tmp_path / "model.keras", group=group)
+    assert again.optimizer._dl_comm_group is group
+    assert [layer._group for layer in again.layers if isinstance(layer, dk.SyncBatchNormalization)] == [group]
+    assert dk.SyncBatchNormalization()._group is None

@@ -101,6 +101,14 @@ def _gathered(group: dl_comm.Group, model: nn.Module) -> tuple[list[torch.Tensor
     return list(model.state_dict().values()), of_last
 
 
+def test_the_state_of_an_optimizer_stays_in_its_group(rank: int, size: int, group: dl_comm.Group) -> None:
+    parameter = nn.Parameter(torch.full((2,), float(rank)))
+    optimizer = torch.optim.SGD([parameter], lr=0.5 + rank, momentum=0.9)
+    optimizer = cdl.DistributedOptimizer(optimizer, group=group, broadcast=False)
+    cdl.broadcast_optimizer_state(optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5 + group.ranks[0]
+
+
 def test_the_gradient_of_a_mean_over_a_group(rank: int, size: int, group: dl_comm.Group) -> None:
     x = torch.full((3,), float(rank), requires_grad=True)
     mean = cdl.gradients([x], group=group)[0]

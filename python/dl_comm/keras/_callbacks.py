@@ -17,7 +17,7 @@ from dl_comm._metrics import average_metrics
 from dl_comm._private_names import check
 from dl_comm._start import ensure_initialized
 from dl_comm._stats_writer import StatsWriter
-from dl_comm.keras._optimizer import has_started, retrace_train_step, shared_state
+from dl_comm.keras._optimizer import group_of, has_started, retrace_train_step, shared_state
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._variables import broadcast_variables
 
@@ -33,7 +33,8 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
     It also disables XLA for the training step, because XLA cannot compile dl_comm's ops, and makes Keras trace the step
     again if the trace may be older than the `DistributedOptimizer`.
 
-    `group`: the ranks that take part; `root` is a rank of the group. None: all.
+    `group`: the ranks that take part; `root` is a rank of the group. None: those of the model's `DistributedOptimizer`,
+    else all.
 
     Raises (from `fit`): `dl_comm.CommError`.
     """
@@ -67,12 +68,15 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._broadcast()
         self._count = None
 
+    def _ranks(self) -> Group | None:
+        return self._group or group_of(self.model.optimizer)
+
     def _broadcast(self) -> None:
         self._build_optimizer_if_resumed()
         variables = _variables(self.model)
         self._count = len(variables)
         if variables:
-            broadcast_variables(variables, self._root, name="BroadcastCallback", group=self._group)
+            broadcast_variables(variables, self._root, name="BroadcastCallback", group=self._ranks())
             has_started(self.model.optimizer)
 
     def _build_optimizer_if_resumed(self) -> None:
@@ -80,7 +84,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
         # build: Keras builds an optimizer only once, and the first step may still create variables.
         optimizer = self.model.optimizer
         built = optimizer is not None and optimizer.built
-        somewhere = float(_ops.average(float(built), name="BroadcastCallback optimizer", group=self._group)) > 0
+        somewhere = float(_ops.average(float(built), name="BroadcastCallback optimizer", group=self._ranks())) > 0
         if somewhere and optimizer is not None and not built and self.model.trainable_variables:
             optimizer.build(self.model.trainable_variables)
 

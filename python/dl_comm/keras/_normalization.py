@@ -5,6 +5,9 @@ Thread rule: as Keras, one thread trains a model.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -15,6 +18,19 @@ from dl_comm._private_names import check
 from dl_comm._start import ensure_initialized
 from dl_comm.tensorflow._collectives import allreduce
 from dl_comm.tensorflow._ops import no_autograph
+
+# That of layers that are made without one.
+_group_of_new: ContextVar[Group | None] = ContextVar("group of new layers", default=None)
+
+
+@contextlib.contextmanager
+def layers_of(group: Group | None) -> Iterator[None]:
+    """In this context, new layers of this thread have the group."""
+    before = _group_of_new.set(group)
+    try:
+        yield
+    finally:
+        _group_of_new.reset(before)
 
 
 @keras.saving.register_keras_serializable(package="dl_comm")
@@ -32,9 +48,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     """
 
     def __init__(self, *args: Any, group: Group | None = None, **kwargs: Any) -> None:
-        """Store the group; it is not saved with the layer."""
+        """Store the group, which is not saved with the layer: `load_model(group=)` gives it again."""
         super().__init__(*args, **kwargs)
-        self._group = group
+        self._group = group or _group_of_new.get()
         self.supports_jit = False
         # Keras has no public name for the part that is different here.
         check("keras")

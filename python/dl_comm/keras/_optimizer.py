@@ -25,6 +25,7 @@ from dl_comm._groups import Group
 from dl_comm._private_names import check
 from dl_comm._teams import new_owner, start_averages
 from dl_comm._tensor_names import agreed_order
+from dl_comm.keras._normalization import layers_of
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._variables import broadcast_variables
 
@@ -34,6 +35,7 @@ class AveragingOptimizer:
 
     _dl_comm_team = 0  # may stand for a group, see `_groups.averaging_team`
     _dl_comm_group: Group | None = None
+    _dl_comm_is_of_group = False
     _dl_comm_owner = 0
     _dl_comm_wrapped = False
     _dl_comm_in_use = False
@@ -53,7 +55,14 @@ class AveragingOptimizer:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Create the optimizer again, as a new `DistributedOptimizer` on team 0."""
+        """Create the optimizer again, as a new `DistributedOptimizer` on team 0.
+
+        Raises ArgumentError for one of a group, which a config does not have.
+        """
+        if cls._dl_comm_is_of_group:
+            raise ArgumentError(
+                "the config of an optimizer has no group: make it again by the class of Keras, and wrap it with group="
+            )
         return DistributedOptimizer(cls.__bases__[1].from_config(config, custom_objects))  # type: ignore[attr-defined]
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -161,7 +170,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
         )
     check("keras")
     team = start_averages(group, team, nteam, nthread_per_team, nstep, warmup, verb, freq)
-    optimizer.__class__ = _averaging_class(type(optimizer))  # type: ignore[arg-type]
+    optimizer.__class__ = _averaging_class(type(optimizer), team < 0)  # type: ignore[arg-type]
     optimizer._dl_comm_team, optimizer._dl_comm_group = team, group
     optimizer._dl_comm_owner = new_owner(optimizer, team)
     optimizer._dl_comm_wrapped = True
@@ -195,6 +204,11 @@ def _start_from_rank_0(optimizer: Any, variables: Sequence[Any]) -> None:
         broadcast_variables(started, 0, name="DistributedOptimizer start", group=optimizer._dl_comm_group)
 
 
+def group_of(optimizer: Any) -> Group | None:
+    """The group of a `DistributedOptimizer`, if it has one."""
+    return optimizer._dl_comm_group if isinstance(optimizer, AveragingOptimizer) else None
+
+
 def has_started(optimizer: Any) -> None:
     """Record that all ranks have the same values, so the first update need not broadcast."""
     if isinstance(optimizer, AveragingOptimizer):
@@ -212,11 +226,12 @@ def retrace_train_step(model: Any) -> None:
 def load_model(filepath: Any, team: int = 0, *, group: Group | None = None, **kwargs: Any) -> Any:
     """Load a saved model with its optimizer state, and make the optimizer a `DistributedOptimizer`.
 
-    `team` and `group` are those of `DistributedOptimizer`. Takes the keyword arguments of `keras.models.load_model`,
-    and raises its errors. Every rank must be able to read the file; otherwise load it on rank 0, compile an equal model
-    on other ranks, and use `BroadcastCallback`.
+    `team` and `group` are those of `DistributedOptimizer`; a `SyncBatchNormalization` gets the group, too. Takes the
+    keyword arguments of `keras.models.load_model`, and raises its errors. Every rank must be able to read the file;
+    otherwise load it on rank 0, compile an equal model on other ranks, and use `BroadcastCallback`.
     """
-    model = keras.models.load_model(filepath, **kwargs)
+    with layers_of(group):
+        model = keras.models.load_model(filepath, **kwargs)
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(model.optimizer, team=team, group=group)
         retrace_train_step(model)
@@ -224,6 +239,7 @@ def load_model(filepath: Any, team: int = 0, *, group: Group | None = None, **kw
 
 
 @functools.cache
-def _averaging_class(base: type[Any]) -> type[Any]:
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+def _averaging_class(base: type[Any], is_of_group: bool) -> type[Any]:
+    names: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    names["_dl_comm_is_of_group"] = is_of_group
     return type(base.__name__, (AveragingOptimizer, base), names)

@@ -28,7 +28,7 @@ from dl_comm._types import Object
 from dl_comm.torch import _collectives, _ops
 from dl_comm.torch._arguments import refuse_lazy
 from dl_comm.torch._gradient import contiguous_copy, overlaps
-from dl_comm.torch._names import names_of
+from dl_comm.torch._names import kept_names, names_of
 from dl_comm.torch._reducer import parameters_broadcast
 from dl_comm.torch._work import Work
 
@@ -244,9 +244,12 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
     that rank `root` lacks; all have the types and bits of rank `root`. Values other than tensors are pickled, with
     errors as in `broadcast_object`. Raises ArgumentError when the parameter groups differ between ranks.
 
-    `group`: the ranks that take part; `root` is a rank of the group. None: all.
+    `group`: the ranks that take part; `root` is a rank of the group. None: those of the `DistributedOptimizer`, else
+    all.
     """
     ensure_initialized()
+    if group is None and (kept := kept_names(optimizer)) is not None:
+        group = kept.group
     members = None if unless_world(group) is None else given_group(group)
     group = world() if members is None else members
     with failing_together("broadcast_optimizer_state", group):

@@ -42,7 +42,7 @@ class ParameterNames:
         """Store the given names. `what` names the optimizer in messages, the same on all ranks of `group`."""
         pairs = given.items() if isinstance(given, Mapping) else given or ()
         self._given = [(name, weakref.ref(parameter)) for name, parameter in pairs]
-        self._what, self._group = what, group
+        self._what, self.group = what, group
         self._known: dict[int, _Known] = {}
         self._new: list[torch.Tensor] = []  # found, and not agreed on
         self._are_given = True  # the names of these
@@ -74,7 +74,7 @@ class ParameterNames:
         names = [self._known[id(parameter)].name for parameter in new]
         keys = relative(names)
         try:
-            order = agreed_order(keys, self._what, self._are_given, self._group)
+            order = agreed_order(keys, self._what, self._are_given, self.group)
         except CommError:
             for parameter in new:
                 del self._known[id(parameter)]
@@ -105,8 +105,13 @@ class ParameterNames:
 
 def names_of(optimizer: torch.optim.Optimizer, what: str, group: Group | None = None) -> ParameterNames:
     """Return the names that `keep_names` has kept, or make new ones, on which the ranks of `group` agree."""
+    return kept_names(optimizer) or ParameterNames(None, what, group)
+
+
+def kept_names(optimizer: torch.optim.Optimizer) -> ParameterNames | None:
+    """Return the names that `keep_names` has kept."""
     found = optimizer.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, ParameterNames) else ParameterNames(None, what, group)
+    return found if isinstance(found, ParameterNames) else None
 
 
 def keep_names(optimizer: torch.optim.Optimizer, names: ParameterNames) -> None:
