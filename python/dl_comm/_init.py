@@ -5,7 +5,7 @@ Thread rule: any thread; collective.
 
 from __future__ import annotations
 
-from dl_comm import _dl_comm, _start
+from dl_comm import _start
 from dl_comm._binding import binding_named
 from dl_comm._checks import checked_int
 from dl_comm._errors import ArgumentError
@@ -58,10 +58,8 @@ def init(
     if framework is not None and (not isinstance(framework, str) or framework not in _BINDINGS):
         raise ArgumentError(f"invalid framework: {framework!r} (expected one of {', '.join(map(repr, _BINDINGS))})")
     checked_int("msglen", msglen, 0, 2**63)
-    is_helper = _dl_comm.is_helper() and (rank, size, address, key) == (None, None, None, None)
-    _start.start(
-        nthread_per_team, nteams, pin if pin_gpu else lambda: None, rank=rank, size=size, address=address, key=key
-    )
+    prepare = pin if pin_gpu else lambda: None
+    is_rank = _start.start(nthread_per_team, nteams, prepare, rank=rank, size=size, address=address, key=key)
     binding = _BINDINGS[framework]
-    if binding is not None and not is_helper:
+    if binding is not None and is_rank:
         binding_named(binding)

@@ -151,8 +151,8 @@ def sync_environment() -> None:
 
 def start(
     nthread_per_team: int | None = None, nteams: int = 1, prepare: Callable[[], object] = lambda: None, **numbers: Any
-) -> None:
-    """Makes this process a rank and creates the missing teams, as ``init``. Collective.
+) -> bool:
+    """Makes this process a rank and creates the missing teams, as ``init``; False in a helper. Collective.
 
     Args:
         nthread_per_team: As for ``init``.
@@ -163,7 +163,7 @@ def start(
     threads = 0 if nthread_per_team is None else checked_int("nthread_per_team", nthread_per_team, 1)
     teams = checked_int("nteams", nteams, 1)
     if _dl_comm.is_helper() and all(number is None for number in numbers.values()):
-        return
+        return False
     init_mpi(**numbers)
     prepare()
     before = _threads_of_teams() if threads and _dl_comm.is_initialized() else {}
@@ -173,6 +173,7 @@ def start(
         keeps = ", ".join(f"team {team} keeps {count}" for team, count in kept.items())
         print(f"dl_comm: init(nthread_per_team={threads}) holds for new teams: {keeps}", file=sys.stderr, flush=True)
     publish_master()
+    return True
 
 
 def _threads_of_teams() -> dict[int, int]:

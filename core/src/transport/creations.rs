@@ -1,7 +1,7 @@
 //! What the ranks create: groups of which each waits for a rank that waits in the creation of another one.
 //!
-//! A creation that waits is published in the store, and looks there for what its members create. If a member waits for this
-//! rank in a creation that this rank does not make, and does not make this one, and both wait on their main threads,
+//! A creation that waits is published in the store, and looks there for what its members create. If a member waits for
+//! this rank in a creation that this rank does not make, and does not make this one, and both wait on their main threads,
 //! neither will ever come. Both groups then fail on all their members, which go on with the next generation.
 //!
 //! Thread rule: any thread.
