@@ -11,19 +11,8 @@ from dl_comm._checks import checked_float, checked_ints, refuse_masked, refuse_m
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group
 from dl_comm._memory import new_result
+from dl_comm._table import OPERATORS, SCALED_SUM
 
-OPERATORS = {
-    "sum": 0,
-    "mean": 1,
-    "min": 2,
-    "max": 3,
-    "product": 4,
-    "bit_and": 5,
-    "bit_or": 6,
-    "bit_xor": 7,
-    "adasum": 9,
-}
-SCALED_SUM = 8
 ADASUM = OPERATORS["adasum"]
 _ANY = -1
 
@@ -36,9 +25,9 @@ def arrays_of(x: Any, argument: str = "x") -> tuple[list[Any], Callable[[list[An
     if isinstance(x, np.ndarray):
         refuse_masked(x, argument)
         return [x], _first
-    if isinstance(x, _NUMBERS) and argument == "x":
+    if isinstance(x, _NUMBERS) and argument != "out":
         return [np.array(x)], lambda arrays: arrays[0].item()
-    if isinstance(x, np.generic) and argument == "x":
+    if isinstance(x, np.generic) and argument != "out":
         return [np.array(x)], lambda arrays: arrays[0][()]
     if isinstance(x, (list, tuple)):
         refuse_missing(x, argument)
@@ -50,7 +39,7 @@ def arrays_of(x: Any, argument: str = "x") -> tuple[list[Any], Callable[[list[An
                 )
         return list(x), list
     raise DTypeError(
-        f"{argument} is a {type(x).__name__}; give a NumPy array, a list of them{', or a number' * (argument == 'x')}"
+        f"{argument} is a {type(x).__name__}; give a NumPy array, a list of them{', or a number' * (argument != 'out')}"
     )
 
 

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import numpy as np
 
 from dl_comm import _cuda_arrays, _dl_comm
 from dl_comm._agreement import failing_together
+from dl_comm._arguments import arrays_of
 from dl_comm._binding import binding_of
-from dl_comm._checks import checked_name, checked_root, checked_team, seconds
+from dl_comm._checks import checked_flag, checked_name, checked_root, checked_team, seconds
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_of_all, unless_world
+from dl_comm._made import Variant, made
 from dl_comm._memory import new_result_like
 from dl_comm._ops import broadcast_in
-from dl_comm._towers import as_towers, in_towers, listed
-from dl_comm._types import Arrays, Object
-from dl_comm._work import Work
+from dl_comm._table import Broadcast
+from dl_comm._towers import as_towers, in_towers, is_single, listed
+from dl_comm._types import Arrays
 
 _ARRAYS = {np.ndarray}
-# Element types that the plugin's broadcast lacks.
-_WITHOUT_MEAN = {"int16", "uint16", "uint32", "uint64", "complex64", "complex128"}
+# Element types that the plugin's broadcast lacks, by NumPy's letters.
+_WITHOUT_MEAN = {np.dtype(kind).char for kind in ("i2", "u2", "u4", "u8", np.ulonglong, np.uintc, "c8", "c16")}
 
 
 def gradients(
-    tensors: Sequence[Any],
+    tensors: Any,
     team: int = 0,
     *,
     group: Group | None = None,
     name: str | None = None,
     timeout: float | None = None,
-    out: Sequence[Any] | None = None,
-) -> list[Any]:
+    out: Any = None,
+) -> Any:
     """The mean of every tensor over all ranks, or over those of a group. Collective.
 
     Args:
@@ -41,17 +43,18 @@ def gradients(
             with ``__cuda_array_interface__`` (CuPy, Numba; no towers). Types: float16, bfloat16, float32, float64,
             int8, uint8, int32 or int64. Shapes and types must be the same on all ranks. A process with several replicas
             of the model passes a list of such lists, one per replica (tower), with equal shapes and types: the mean is
-            over all towers of all ranks.
+            over all towers of all ranks. Or one array, tensor or number.
         team: The number of the team.
         group: The ranks that take part, instead of a team; a group has no schedule.
         name: A name that must be the same on all ranks; error messages contain it. On a team with a schedule it
             distinguishes lists of equal types and shapes, for example of two networks.
         timeout: The deadline of this call in seconds (0: no limit), instead of the team's.
         out: NumPy and GPU arrays only: arrays for the means, with the shapes and types of ``tensors``, in one list (or
-            one list per tower). ``out=tensors`` averages in place.
+            one list per tower, or one array). ``out=tensors`` averages in place.
 
     Returns:
-        ``out``, or a list of new arrays or tensors in the same order (for towers: one list per tower). Means of
+        ``out``, or a list of new arrays or tensors in the same order (for towers: one list per tower; for one array,
+        tensor or number: its mean). Means of
         integers round toward zero; float16 and bfloat16 are summed in float32. In a TensorFlow graph: the results of
         operations; the graph may be built before ``init``. On a team with a schedule: see ``config_team``.
 
@@ -64,6 +67,10 @@ def gradients(
         PeerLostError: A rank has ended; the team refuses further calls.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
+    if is_single(tensors):
+        is_number = isinstance(tensors, np.generic) or not hasattr(tensors, "shape")
+        boxed, wrap = arrays_of(tensors, "tensors") if is_number else ([tensors], _first)
+        return wrap(gradients(boxed, team, group=group, name=name, timeout=timeout, out=None if out is None else [out]))
     limit = seconds(timeout)
     team = checked_team(team) if group is None else checked_place(group, team)
     if name is not None:
@@ -99,8 +106,17 @@ def gradients(
     return means if towers is None else in_towers(means, towers)
 
 
+def _first(arrays: list[Any]) -> Any:
+    return arrays[0]
+
+
 def _all_numpy(tensors: Any) -> bool:
     return type(tensors) is list and set(map(type, tensors)) == _ARRAYS
+
+
+def _have_means(arrays: list[Any]) -> bool:
+    """Whether the plugin's broadcast takes them."""
+    return not any(array.dtype.char in _WITHOUT_MEAN for array in arrays)
 
 
 def _refuse_masked(arrays: list[Any]) -> None:
@@ -111,87 +127,44 @@ def _refuse_masked(arrays: list[Any]) -> None:
             )
 
 
-@overload
-def broadcast(
-    tensors: Sequence[Object],
-    root: int = ...,
-    *,
-    timeout: float | None = ...,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-) -> list[Object]: ...
-
-
-@overload
-def broadcast(
-    tensors: Sequence[Object],
-    root: int = ...,
-    *,
-    timeout: float | None = ...,
-    group: Group | None = ...,
-    async_op: Literal[True],
-) -> Work[list[Object]]: ...
-
-
-@overload
-def broadcast(
-    tensors: Sequence[Object],
-    root: int = ...,
-    *,
-    timeout: float | None = ...,
-    group: Group | None = ...,
-    async_op: bool = ...,
-) -> list[Object] | Work[list[Object]]: ...
-
-
-def broadcast(
-    tensors: Sequence[Any],
-    root: int = 0,
-    *,
-    timeout: float | None = None,
-    group: Group | None = None,
-    async_op: bool = False,
-) -> Any:
-    """Copies the values of rank ``root`` to all ranks. Collective.
-
-    Args:
-        tensors: As for ``gradients``, of any element type.
-        root: The rank that has the values.
-        timeout: As for ``gradients``.
-        group: The ranks that take part; None: all. ``root`` is a rank of the group. Not for GPU arrays.
-        async_op: Return a ``Work`` at once. Not for TensorFlow tensors and GPU arrays.
-
-    Returns:
-        NumPy and torch: the same arrays and tensors, overwritten in place. TensorFlow: new tensors, also assigned to
-        those of ``tensors`` that are variables; in a TF1 graph the caller assigns them.
-
-    Raises:
-        ArgumentError: The list is empty, contains None or a masked array, an array is not contiguous or read-only, or
-            ``root`` is not a rank.
-        DTypeError: An entry is not an array or tensor, or has an unsupported type.
-        MismatchError: The ranks issued different collectives.
-        StateError: ``init`` was not called, or ``finalize`` was.
-    """
-    limit = seconds(timeout)
-    tensors = listed(tensors, "broadcast")
-    framework = binding_of(tensors)
+@made(
+    Broadcast,
+    Variant(
+        note="GPU arrays take no options but ``timeout``. TensorFlow's tensors are immutable: the results are new "
+        "tensors; in place, those of ``tensors`` that are variables get them (in a TF1 graph the caller assigns them)."
+    ),
+)
+def broadcast(tensors: Any, root: int, in_place: bool, common: tuple[Any, ...]) -> Any:
+    group, name, timeout, async_op = common
+    if in_place is True and async_op is False and _all_numpy(tensors) and is_of_all(group) and _have_means(tensors):
+        # The checks below cost more than a small call.
+        checked_name(name)
+        _dl_comm.broadcast(tensors, checked_root(root), name, seconds(timeout))
+        return tensors
+    limit, single, in_place = seconds(timeout), is_single(tensors), checked_flag("in_place", in_place)
+    given = [tensors] if single else listed(tensors, "broadcast")
+    framework = binding_of(given)
     if framework is not None:
-        if not async_op:
-            return list(framework.broadcast(tensors, root, timeout=timeout, group=group))
-        if framework.ARE_IMMUTABLE:
-            raise ArgumentError("broadcast of TensorFlow tensors returns new tensors; it takes no async_op")
-        return framework.broadcast(tensors, root, timeout=timeout, group=group, async_op=True)
-    if async_op or not is_of_all(group):
-        _refuse_masked(tensors)
-        return broadcast_in(tensors, root, group, timeout, async_op)
-    root = checked_root(root)
-    if _cuda_arrays.all_on_gpu(tensors):
-        return _cuda_arrays.broadcast(tensors, root, limit)
-    _refuse_masked(tensors)
-    if any(isinstance(array, np.ndarray) and array.dtype.name in _WITHOUT_MEAN for array in tensors):
-        return broadcast_in(tensors, root, group, timeout)
-    _dl_comm.broadcast(tensors, root, None, limit)
-    return tensors
+        options = {"group": group, "name": name, "timeout": timeout, "in_place": in_place}
+        if checked_flag("async_op", async_op):
+            if framework.ARE_IMMUTABLE:
+                raise ArgumentError("broadcast of TensorFlow tensors returns new tensors; it takes no async_op")
+            options["async_op"] = True
+        return framework.broadcast(tensors if single else given, root, **options)
+    if in_place and _cuda_arrays.all_on_gpu(given) and is_of_all(group) and not async_op:
+        _cuda_arrays.broadcast(given, checked_root(root), limit)
+        return tensors if single else given
+    _refuse_masked(given)
+    wrap: Callable[[list[Any]], Any] = list
+    if single:
+        given, wrap = arrays_of(tensors, "tensors")
+    if not in_place:
+        given = [array.copy() if isinstance(array, np.ndarray) else array for array in given]
+    if not async_op and is_of_all(group) and all(isinstance(each, np.ndarray) for each in given) and _have_means(given):
+        checked_name(name)
+        _dl_comm.broadcast(given, checked_root(root), name, limit)
+        return wrap(given)
+    return broadcast_in(given, root, group, name, timeout, async_op, wrap)
 
 
 @overload

@@ -10,33 +10,34 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from dl_comm import _dl_comm
 from dl_comm._checks import checked_int, checked_ints, checked_team, checked_text, seconds
 from dl_comm._end import on_end
 from dl_comm._errors import ArgumentError, StateError
-from dl_comm._work import Status, Work, limit
+from dl_comm._work import limit
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import NDArray
-    from typing_extensions import Unpack
 
     from dl_comm._checkpoint import Location
     from dl_comm._communicators import Grid
-    from dl_comm._types import (
-        Arrays,
-        Exchanged,
-        Object,
-        Operator,
-        Options,
-        Ragged,
-        Scaled,
-        ScaledBlocks,
-        Scattered,
-        Values,
+    from dl_comm._table import (
+        AllGather,
+        Allreduce,
+        AllToAll,
+        Barrier,
+        Broadcast,
+        Gather,
+        Recv,
+        Reduce,
+        ReduceScatter,
+        Scatter,
+        Send,
+        SendRecv,
     )
+    from dl_comm._types import Arrays, Object
 
 
 CONTROL_TEAM = -1
@@ -148,329 +149,22 @@ class Group:
 
     if TYPE_CHECKING:
         # `_methods` adds them: the functions of `dl_comm` with these names, which document them, on this group.
-        @overload
-        def allreduce(
-            self, x: Values, op: Operator = ..., *, async_op: Literal[False] = ..., **options: Unpack[Scaled]
-        ) -> Values: ...
-
-        @overload
-        def allreduce(
-            self, x: Values, op: Operator = ..., *, async_op: Literal[True], **options: Unpack[Scaled]
-        ) -> Work[Values]: ...
-
-        @overload
-        def allreduce(
-            self, x: Values, op: Operator = ..., *, async_op: bool = ..., **options: Unpack[Scaled]
-        ) -> Values | Work[Values]: ...
-
-        def allreduce(
-            self,
-            x: Any,
-            op: Operator = "sum",
-            *,
-            name: str | None = None,
-            timeout: float | None = None,
-            out: Any = None,
-            prescale: float = 1.0,
-            postscale: float = 1.0,
-            async_op: bool = False,
-        ) -> Any:
-            """The reduction of the arrays of all ranks, on every rank. As ``dl_comm.allreduce``."""
-
-        @overload
-        def reduce(
-            self,
-            x: Values,
-            root: int = ...,
-            op: Operator = ...,
-            *,
-            async_op: Literal[False] = ...,
-            **options: Unpack[Options],
-        ) -> Values | None: ...
-
-        @overload
-        def reduce(
-            self, x: Values, root: int = ..., op: Operator = ..., *, async_op: Literal[True], **options: Unpack[Options]
-        ) -> Work[Values | None]: ...
-
-        @overload
-        def reduce(
-            self, x: Values, root: int = ..., op: Operator = ..., *, async_op: bool = ..., **options: Unpack[Options]
-        ) -> Values | None | Work[Values | None]: ...
-
-        def reduce(
-            self,
-            x: Any,
-            root: int = 0,
-            op: Operator = "sum",
-            *,
-            name: str | None = None,
-            timeout: float | None = None,
-            out: Any = None,
-            async_op: bool = False,
-        ) -> Any:
-            """The reduction of the arrays of all ranks, on rank ``root``; None elsewhere. As ``dl_comm.reduce``."""
-
-        @overload
-        def all_gather(self, x: Arrays, *, async_op: Literal[False] = ..., **options: Unpack[Ragged]) -> Arrays: ...
-
-        @overload
-        def all_gather(self, x: Arrays, *, async_op: Literal[True], **options: Unpack[Ragged]) -> Work[Arrays]: ...
-
-        @overload
-        def all_gather(
-            self, x: Arrays, *, async_op: bool = ..., **options: Unpack[Ragged]
-        ) -> Arrays | Work[Arrays]: ...
-
-        @overload
-        def all_gather(
-            self, x: complex, *, async_op: Literal[False] = ..., **options: Unpack[Ragged]
-        ) -> NDArray[Any]: ...
-
-        @overload
-        def all_gather(
-            self, x: complex, *, async_op: Literal[True], **options: Unpack[Ragged]
-        ) -> Work[NDArray[Any]]: ...
-
-        @overload
-        def all_gather(
-            self, x: complex, *, async_op: bool = ..., **options: Unpack[Ragged]
-        ) -> NDArray[Any] | Work[NDArray[Any]]: ...
-
-        def all_gather(
-            self,
-            x: Any,
-            *,
-            name: str | None = None,
-            timeout: float | None = None,
-            out: Any = None,
-            counts: Sequence[int] | None = None,
-            ragged: bool = False,
-            async_op: bool = False,
-        ) -> Any:
-            """The arrays of all ranks, joined along the first axis. As ``dl_comm.all_gather``."""
-
-        @overload
-        def gather(
-            self, x: Arrays, root: int = ..., *, async_op: Literal[False] = ..., **options: Unpack[Ragged]
-        ) -> Arrays | None: ...
-
-        @overload
-        def gather(
-            self, x: Arrays, root: int = ..., *, async_op: Literal[True], **options: Unpack[Ragged]
-        ) -> Work[Arrays | None]: ...
-
-        @overload
-        def gather(
-            self, x: Arrays, root: int = ..., *, async_op: bool = ..., **options: Unpack[Ragged]
-        ) -> Arrays | None | Work[Arrays | None]: ...
-
-        @overload
-        def gather(
-            self, x: complex, root: int = ..., *, async_op: Literal[False] = ..., **options: Unpack[Ragged]
-        ) -> NDArray[Any] | None: ...
-
-        @overload
-        def gather(
-            self, x: complex, root: int = ..., *, async_op: Literal[True], **options: Unpack[Ragged]
-        ) -> Work[NDArray[Any] | None]: ...
-
-        @overload
-        def gather(
-            self, x: complex, root: int = ..., *, async_op: bool = ..., **options: Unpack[Ragged]
-        ) -> NDArray[Any] | None | Work[NDArray[Any] | None]: ...
-
-        def gather(
-            self,
-            x: Any,
-            root: int = 0,
-            *,
-            name: str | None = None,
-            timeout: float | None = None,
-            out: Any = None,
-            counts: Sequence[int] | None = None,
-            ragged: bool = False,
-            async_op: bool = False,
-        ) -> Any:
-            """The arrays of all ranks, joined, on rank ``root``; None elsewhere. As ``dl_comm.gather``."""
-
-        @overload
-        def scatter(
-            self, x: Any, root: int = ..., *, out: Arrays, async_op: Literal[False] = ..., **options: Unpack[Scattered]
-        ) -> Arrays: ...
-
-        @overload
-        def scatter(
-            self, x: Any, root: int = ..., *, out: Arrays, async_op: Literal[True], **options: Unpack[Scattered]
-        ) -> Work[Arrays]: ...
-
-        @overload
-        def scatter(
-            self, x: Any, root: int = ..., *, out: Arrays, async_op: bool = ..., **options: Unpack[Scattered]
-        ) -> Arrays | Work[Arrays]: ...
-
-        @overload
-        def scatter(
-            self,
-            x: Arrays,
-            root: int = ...,
-            *,
-            out: None = ...,
-            async_op: Literal[False] = ...,
-            **options: Unpack[Scattered],
-        ) -> Arrays: ...
-
-        @overload
-        def scatter(
-            self, x: Arrays, root: int = ..., *, out: None = ..., async_op: Literal[True], **options: Unpack[Scattered]
-        ) -> Work[Arrays]: ...
-
-        @overload
-        def scatter(
-            self, x: Arrays, root: int = ..., *, out: None = ..., async_op: bool = ..., **options: Unpack[Scattered]
-        ) -> Arrays | Work[Arrays]: ...
-
-        def scatter(
-            self,
-            x: Any,
-            root: int = 0,
-            *,
-            out: Any = None,
-            name: str | None = None,
-            timeout: float | None = None,
-            counts: Sequence[int] | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            """The block of this rank of the arrays of rank ``root``. As ``dl_comm.scatter``."""
-
-        @overload
-        def reduce_scatter(
-            self, x: Arrays, op: Operator = ..., *, async_op: Literal[False] = ..., **options: Unpack[ScaledBlocks]
-        ) -> Arrays: ...
-
-        @overload
-        def reduce_scatter(
-            self, x: Arrays, op: Operator = ..., *, async_op: Literal[True], **options: Unpack[ScaledBlocks]
-        ) -> Work[Arrays]: ...
-
-        @overload
-        def reduce_scatter(
-            self, x: Arrays, op: Operator = ..., *, async_op: bool = ..., **options: Unpack[ScaledBlocks]
-        ) -> Arrays | Work[Arrays]: ...
-
-        def reduce_scatter(
-            self,
-            x: Any,
-            op: Operator = "sum",
-            *,
-            name: str | None = None,
-            timeout: float | None = None,
-            out: Any = None,
-            counts: Sequence[int] | None = None,
-            prescale: float = 1.0,
-            postscale: float = 1.0,
-            async_op: bool = False,
-        ) -> Any:
-            """The block of this rank of the reduction. As ``dl_comm.reduce_scatter``."""
-
-        @overload
-        def all_to_all(self, x: Arrays, *, async_op: Literal[False] = ..., **options: Unpack[Exchanged]) -> Arrays: ...
-
-        @overload
-        def all_to_all(self, x: Arrays, *, async_op: Literal[True], **options: Unpack[Exchanged]) -> Work[Arrays]: ...
-
-        @overload
-        def all_to_all(
-            self, x: Arrays, *, async_op: bool = ..., **options: Unpack[Exchanged]
-        ) -> Arrays | Work[Arrays]: ...
-
-        def all_to_all(
-            self,
-            x: Any,
-            *,
-            name: str | None = None,
-            timeout: float | None = None,
-            out: Any = None,
-            send_counts: Sequence[int] | None = None,
-            receive_counts: Sequence[int] | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            """The blocks that all ranks send to this one. As ``dl_comm.all_to_all``."""
-
-        def send(
-            self,
-            x: Any,
-            dest: int,
-            tag: int = 0,
-            *,
-            name: str | None = None,
-            timeout: float | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            """Sends arrays to rank ``dest``. As ``dl_comm.send``."""
-
-        def recv(
-            self,
-            out: Any,
-            source: int | None = None,
-            tag: int | None = None,
-            *,
-            name: str | None = None,
-            timeout: float | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            """Receives a message into arrays. As ``dl_comm.recv``."""
-
-        def sendrecv(
-            self,
-            x: Any,
-            dest: int,
-            out: Any,
-            source: int | None = None,
-            *,
-            send_tag: int = 0,
-            recv_tag: int | None = None,
-            name: str | None = None,
-            timeout: float | None = None,
-        ) -> Status:
-            """Sends ``x`` and receives into ``out`` at the same time. As ``dl_comm.sendrecv``."""
-
-        @overload
-        def broadcast(
-            self,
-            tensors: Sequence[Object],
-            root: int = ...,
-            *,
-            timeout: float | None = ...,
-            async_op: Literal[False] = ...,
-        ) -> list[Object]: ...
-
-        @overload
-        def broadcast(
-            self, tensors: Sequence[Object], root: int = ..., *, timeout: float | None = ..., async_op: Literal[True]
-        ) -> Work[list[Object]]: ...
-
-        @overload
-        def broadcast(
-            self, tensors: Sequence[Object], root: int = ..., *, timeout: float | None = ..., async_op: bool = ...
-        ) -> list[Object] | Work[list[Object]]: ...
-
-        def broadcast(
-            self, tensors: Sequence[Any], root: int = 0, *, timeout: float | None = None, async_op: bool = False
-        ) -> Any:
-            """The values of rank ``root``, on all ranks, in place. As ``dl_comm.broadcast``."""
-
-        def barrier(self, *, timeout: float | None = None) -> None:
-            """Returns when every rank has called it. As ``dl_comm.barrier``."""
+        allreduce: Allreduce
+        broadcast: Broadcast
+        reduce: Reduce
+        all_gather: AllGather
+        gather: Gather
+        scatter: Scatter
+        reduce_scatter: ReduceScatter
+        all_to_all: AllToAll
+        send: Send
+        recv: Recv
+        sendrecv: SendRecv
+        barrier: Barrier
 
         def gradients(
-            self,
-            tensors: Sequence[Any],
-            *,
-            name: str | None = None,
-            timeout: float | None = None,
-            out: Sequence[Any] | None = None,
-        ) -> list[Any]:
+            self, tensors: Any, *, name: str | None = None, timeout: float | None = None, out: Any = None
+        ) -> Any:
             """The mean of every tensor, as in training; no schedule. As ``dl_comm.gradients``."""
 
         @overload

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from dl_comm import _dl_comm
-from dl_comm._arguments import ADASUM, NO_FACTORS, OPERATORS, SCALED_SUM
+from dl_comm._arguments import ADASUM, NO_FACTORS
 from dl_comm._communicators import Communicator
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group
+from dl_comm._table import OPERATORS, SCALED_SUM, Allreduce, Broadcast, Reduce
 
-# The codes of dl_comm.h.
-_ALLREDUCE, _BROADCAST, _REDUCE = 1, 2, 4
+_ALLREDUCE, _BROADCAST, _REDUCE = Allreduce.code, Broadcast.code, Reduce.code
 _SUM, _MEAN = OPERATORS["sum"], OPERATORS["mean"]
 
 

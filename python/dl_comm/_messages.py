@@ -9,33 +9,15 @@ from typing import Any
 
 from dl_comm._arguments import arrays_of, checked_rank, checked_source, checked_tag
 from dl_comm._checks import checked_flag, checked_name
-from dl_comm._groups import Group, given
+from dl_comm._groups import given
+from dl_comm._made import made
+from dl_comm._table import Recv, Send, SendRecv
 from dl_comm._work import Status, Work, limit
 
 
-def send(
-    x: Any,
-    dest: int,
-    tag: int = 0,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    async_op: bool = False,
-) -> Any:
-    """Sends arrays to rank ``dest`` of the group.
-
-    Args:
-        x: An array, a number, or a list of arrays, which are one message.
-        dest: The receiver.
-        tag: A number from 0 that the receiver may ask for.
-        group: As for ``allreduce``.
-        name: Stands in error messages of this rank.
-        timeout: As for ``allreduce``. A message that misses its deadline does not end the group.
-        async_op: Return a ``Work`` at once.
-
-    Short messages do not wait for the receiver; longer ones until it has them.
-    """
+@made(Send)
+def send(x: Any, dest: int, tag: int, common: tuple[Any, ...]) -> Any:
+    group, name, timeout, async_op = common
     members = given(group)
     checked_name(name)
     message = (arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(tag), name, limit(timeout))
@@ -45,30 +27,9 @@ def send(
     return None
 
 
-def recv(
-    out: Any,
-    source: int | None = None,
-    tag: int | None = None,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    async_op: bool = False,
-) -> Any:
-    """Receives a message into arrays.
-
-    Args:
-        out: An array or a list of arrays. A shorter message leaves the rest as it is; a longer one is an error.
-        source: The sender; None: any rank of the group.
-        tag: The tag of the message; None: any.
-        group: As for ``allreduce``.
-        name: Stands in error messages of this rank.
-        timeout: As for ``allreduce``. A receive that misses its deadline does not end the group.
-        async_op: Return a ``Work`` of the status at once.
-
-    Returns:
-        A ``Status``: source, tag and length in bytes.
-    """
+@made(Recv)
+def recv(out: Any, source: int | None, tag: int | None, common: tuple[Any, ...]) -> Any:
+    group, name, timeout, async_op = common
     members = given(group)
     checked_name(name)
     message = (arrays_of(out, "out")[0], checked_source(source, members), checked_tag(tag), name, limit(timeout))
@@ -77,19 +38,17 @@ def recv(
     return Status(*members.handle.send_receive(None, message))
 
 
+@made(SendRecv)
 def sendrecv(
     x: Any,
     dest: int,
     out: Any,
-    source: int | None = None,
-    *,
-    send_tag: int = 0,
-    recv_tag: int | None = None,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-) -> Status:
-    """Sends ``x`` to rank ``dest`` and receives into ``out`` at the same time; see ``send`` and ``recv``."""
+    source: int | None,
+    send_tag: int,
+    recv_tag: int | None,
+    common: tuple[Any, ...],
+) -> Any:
+    group, name, timeout = common
     checked_name(name)
     members, seconds = given(group), limit(timeout)
     sent = (arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(send_tag), name, seconds)

@@ -18,11 +18,13 @@ from dl_comm._collectives import average, broadcast, gradients
 from dl_comm._communicators import grid
 from dl_comm._groups import Group, join
 from dl_comm._groups import world as all_ranks
+from dl_comm._made import Variant, documentation
 from dl_comm._metrics import average_metrics
 from dl_comm._objects import all_gather_object, broadcast_object, gather_object
 from dl_comm._ops import barrier
 from dl_comm._split import split
 from dl_comm._start import ensure_initialized
+from dl_comm._table import CALLS
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     _dispatch.allreduce,
@@ -78,6 +80,9 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     others = [each for each in signature.parameters.values() if each.name not in ("group", "team")]
     method.__signature__ = signature.replace(parameters=[own, *others])  # type: ignore[attr-defined]
     method.__qualname__ = f"Group.{function.__name__}"
+    for call in CALLS:
+        if call.name == function.__name__:
+            method.__doc__ = documentation(call, Variant(without=("group",)))
     return method
 
 

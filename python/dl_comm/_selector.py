@@ -15,10 +15,9 @@ from dl_comm._end import on_end
 from dl_comm._errors import ArgumentError, CommError
 from dl_comm._groups import Group
 from dl_comm._hierarchy import Levels
+from dl_comm._table import COLLECTIVES as _CALLS
 
-COLLECTIVES = tuple(
-    ["allreduce", "broadcast", "barrier", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"]
-)
+COLLECTIVES = tuple(each.name for each in _CALLS)
 """By their codes, from 1."""
 
 _DEVICES, _HOSTS, _MODES = ("cpu", "gpu"), ("singlenode", "multinode"), ("sync", "async_")

@@ -34,6 +34,11 @@ def in_towers(tensors: list[Any], towers: int) -> list[list[Any]]:
     return [tensors[start : start + count] for start in range(0, len(tensors), count)]
 
 
+def is_single(tensors: Any) -> bool:
+    """Whether it is one array, tensor or number instead of a list."""
+    return hasattr(tensors, "shape") or isinstance(tensors, (bool, int, float, complex))
+
+
 def listed(tensors: Sequence[Any], function: str) -> list[Any]:
     """The tensors in a list.
 

@@ -7,7 +7,10 @@ The overloads of the collectives use them: a result has the type of its argument
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
+
+if TYPE_CHECKING:
+    from dl_comm._groups import Group
 
 Operator = Literal["sum", "mean", "min", "max", "product", "bit_and", "bit_or", "bit_xor", "adasum"]
 """The operators of the reductions, as a type: annotate with it what is passed as ``op``."""
@@ -30,23 +33,35 @@ Values = TypeVar("Values", bound=_Tensor | list[Any] | complex)
 Object = TypeVar("Object")
 
 
-# Keyword arguments that the overloads of a collective share; the functions describe them.
-class Options(TypedDict, total=False):
-    """Of reduce."""
+# The keyword arguments that the overloads of a collective share, as `_table` has them.
+class Named(TypedDict, total=False):
+    """Of all calls."""
 
+    group: Group | None
     name: str | None
     timeout: float | None
+
+
+class Copied(Named, total=False):
+    """Of broadcast."""
+
+    in_place: bool
+
+
+class Common(Named, total=False):
+    """Of all collectives that move data."""
+
     out: Any
 
 
-class Scaled(Options, total=False):
+class Scaled(Common, total=False):
     """Of allreduce."""
 
     prescale: float
     postscale: float
 
 
-class Ragged(Options, total=False):
+class Ragged(Common, total=False):
     """Of all_gather and gather."""
 
     counts: Sequence[int] | None
@@ -59,16 +74,14 @@ class ScaledBlocks(Scaled, total=False):
     counts: Sequence[int] | None
 
 
-class Exchanged(Options, total=False):
+class Exchanged(Common, total=False):
     """Of all_to_all."""
 
     send_counts: Sequence[int] | None
     receive_counts: Sequence[int] | None
 
 
-class Scattered(TypedDict, total=False):
-    """Of scatter."""
+class Scattered(Named, total=False):
+    """Of scatter, which has overloads for ``out``."""
 
-    name: str | None
-    timeout: float | None
     counts: Sequence[int] | None

@@ -36,8 +36,7 @@ class Framework:
     ``features`` and ``modes`` are known without an import of the framework:
 
     - ``out``: calls write into given tensors; ``async``: they return handles; ``numbers``: numbers stay Python's.
-    - ``new blocks``: a scatter needs no ``out``; ``tensors``: ``dl_comm`` passes them on to ``comm``.
-    - ``broadcast of every type``: also without a group.
+    - ``tensors``: ``dl_comm`` passes them on to ``comm``.
     - ``gradients``, and those that only some have: ``gradient of product``, ``gradient of reduce min``.
     - ``layers``: there is a synchronized batch normalization.
 
@@ -160,7 +159,7 @@ class Torch(Framework):
     name = "torch"
     features = frozenset(
         {
-            *("out", "async", "numbers", "new blocks", "tensors", "broadcast of every type"),
+            *("out", "async", "numbers", "tensors"),
             *("gradients", "gradient of product", "layers"),
         }
     )
@@ -201,9 +200,7 @@ class TensorFlow(Framework):
     """Tensors of TensorFlow: eagerly, in a `tf.function`, and as a graph in a session."""
 
     name = "tensorflow"
-    features = frozenset(
-        {"new blocks", "tensors", "broadcast of every type", "gradients", "gradient of reduce min", "layers"}
-    )
+    features = frozenset({"tensors", "gradients", "gradient of reduce min", "layers"})
     modes = ("eager", "function", "session")
     requires = ("tensorflow",)
 

@@ -66,10 +66,8 @@ def test_data_moves_in_every_type(framework: Framework, dtype: str, rank: int, s
                 block = make(np.empty_like(mine))
                 assert comm.scatter(make(joined) if rank == root else None, root, out=block) is block
                 check(block, mine)
-            if framework.supports("new blocks"):
-                check(comm.scatter(make(joined if rank == root else np.zeros_like(joined)), root), mine)
-            # Without a group, NumPy's takes the types that `gradients` takes.
-            for options in [{"group": everyone}, *[{}] * framework.supports("broadcast of every type")]:
+            check(comm.scatter(make(joined if rank == root else np.zeros_like(joined)), root), mine)
+            for options in ({"group": everyone}, {}):
                 check(framework.broadcast(make(mine), root, **options), values(root, (length, 2), dtype))
         spread = np.concatenate([values(rank + 10 * other, length, dtype) for other in range(size)])
         expected = np.concatenate([values(other + 10 * rank, length, dtype) for other in range(size)])
@@ -171,15 +169,14 @@ def test_blocks_of_different_lengths(framework: Framework, mode: str, rank: int,
     def run(mine: Any, joined: Any, spread: Any, block: Any) -> list[Any]:
         if framework.supports("out"):
             comm.scatter(joined if rank == 0 else None, out=block, counts=counts)
-        if framework.supports("new blocks"):
-            again = comm.scatter(joined if rank == 0 else 0 * joined, counts=counts)
+        again = comm.scatter(joined if rank == 0 else 0 * joined, counts=counts)
         return [
             comm.all_gather(mine, counts=counts),
             comm.all_gather(mine, ragged=True, name="other"),
             comm.gather(mine, size - 1, ragged=True),
             comm.gather(mine, size - 1, counts=counts, name="another"),
             block if framework.supports("out") else again,
-            again if framework.supports("new blocks") else block,
+            again,
             comm.reduce_scatter(joined, counts=counts),
             comm.all_to_all(spread, send_counts=sent),
             comm.all_to_all(spread, send_counts=sent, receive_counts=[rank + 1] * size, name="known"),

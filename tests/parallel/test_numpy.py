@@ -85,8 +85,10 @@ def test_bad_input_is_refused_and_the_next_call_works(call: object, rank: int, s
         ([np.array(["a"])], TypeError, "<U1"),
         ([[1.0, 2.0]], TypeError, "list|float"),
         ([np.ones((4, 4))[:, ::2]], ValueError, "contiguous"),
-        (np.ones(3), mc.DTypeError, "list"),
-        (3, mc.DTypeError, "list"),
+        (["text"], mc.DTypeError, "is a str"),
+        (None, mc.DTypeError, "list"),
+        (np.ma.masked_array(np.ones(3), [True, False, False]), mc.ArgumentError, "masked"),
+        (np.ones((4, 4))[:, ::2], ValueError, "contiguous"),
     ]
     if call is mc.gradients:
         cases.append(([np.ones(3, np.complex64)], mc.DTypeError, "complex64"))
@@ -95,6 +97,34 @@ def test_bad_input_is_refused_and_the_next_call_works(call: object, rank: int, s
             call(argument, 0)  # type: ignore[operator]
     (mean,) = mc.gradients([np.array([rank], np.float32)], 0)
     assert mean == mean_of_ranks(size)
+
+
+def test_one_array_or_number_instead_of_a_list(rank: int, size: int) -> None:
+    x = np.full((2, 3), rank, np.float32)
+    mean = mc.gradients(x)
+    assert mean.shape == (2, 3)
+    assert mean.dtype == np.float32
+    assert (mean == mean_of_ranks(size)).all()
+    assert (x == rank).all()
+    assert mc.gradients(x.copy(), out=(into := np.empty_like(x))) is into
+    assert (into == mean_of_ranks(size)).all()
+    assert mc.gradients(float(rank)) == mean_of_ranks(size)
+    assert type(mc.gradients(np.float32(rank))) is np.float32
+    last = size - 1
+    copy = mc.broadcast(x, last, in_place=False)
+    assert (copy == last).all()
+    assert (x == rank).all()
+    assert mc.broadcast(x, last, name="weights") is x
+    assert (x == last).all()
+    assert mc.broadcast(rank, last) == last
+    assert type(mc.broadcast(rank, last)) is int
+    assert mc.broadcast(1j * rank, last) == 1j * last
+    started = mc.broadcast(np.full(3, rank), last, async_op=True, name="later")
+    assert (started.wait() == last).all()
+    assert mc.broadcast(rank + 0.5, last, async_op=True).wait() == last + 0.5
+    scalar = np.array(float(rank))
+    assert mc.broadcast(scalar, last) is scalar
+    assert scalar == last
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 import dl_comm as mc
 from dl_comm import _groups, _methods
+from dl_comm._table import CALLS
 
 
 def pairs(rank: int, size: int) -> mc.Group:
@@ -117,8 +118,12 @@ def test_declarations_are_those_of_the_functions() -> None:
     tree = ast.parse(Path(inspect.getfile(_groups)).read_text())
     group = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == "Group")
     block = next(each for each in group.body if isinstance(each, ast.If))
+    types = {
+        ast.unparse(each.target): ast.unparse(each.annotation) for each in block.body if isinstance(each, ast.AnnAssign)
+    }
+    assert types == {call.name: call.__name__ for call in CALLS}
     declared = {each.name: each for each in block.body if isinstance(each, ast.FunctionDef)}
-    assert list(declared) == [function.__name__ for function in _methods.FUNCTIONS]
+    assert {*types, *declared} == {function.__name__ for function in _methods.FUNCTIONS}
     for name, definition in declared.items():
         signature = inspect.signature(getattr(mc.Group, name))
         written = f"({ast.unparse(definition.args)}) -> {ast.unparse(definition.returns)}"  # type: ignore[arg-type]

@@ -135,18 +135,37 @@ def test_the_ops_share_the_core_of_the_package(rank, size):
     assert dt.core_id() == int(_ops.library().dl_comm_core_id()) == mc.core_id()
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_one_tensor_or_number_instead_of_a_list(rank, size, in_graph):
+    run, last = tf.function if in_graph else lambda function: function, size - 1
+    x = tf.fill([2, 3], float(rank))
+    mean = run(lambda: dt.gradients(x))()
+    assert mean.shape == (2, 3)
+    assert mean.numpy().tolist() == [[(size - 1) / 2] * 3] * 2
+    assert float(run(lambda: dt.gradients(float(rank)))()) == (size - 1) / 2
+    assert run(lambda: dt.broadcast(x, last))().numpy().tolist() == [[last] * 3] * 2
+    assert float(run(lambda: dt.broadcast(rank + 0.5, last, name="number"))()) == last + 0.5
+    variable = tf.Variable(x)
+    new = run(lambda: dt.broadcast(variable, last, in_place=False))()
+    assert new.numpy().tolist() == [[last] * 3] * 2
+    assert variable.numpy().tolist() == [[rank] * 3] * 2
+    run(lambda: dt.broadcast(variable, last))()
+    assert variable.numpy().tolist() == [[last] * 3] * 2
+    assert mc.broadcast(x, last).numpy().tolist() == [[last] * 3] * 2
+
+
 @pytest.mark.parametrize(
     ("given", "error"),
     [
         ([], ValueError),
         ([None], ValueError),
-        (3.0, TypeError),
-        (tf.constant([1.0]), TypeError),
+        (None, TypeError),
+        ("text", TypeError),
         (["text"], TypeError),
         ([tf.constant(True)], TypeError),
         ([tf.constant(1j)], TypeError),
     ],
-    ids=["empty", "none", "number", "tensor", "text", "bool", "complex"],
+    ids=["empty", "none", "nothing", "string", "text", "bool", "complex"],
 )
 def test_bad_lists_are_refused(rank, size, given, error):
     with pytest.raises(error):

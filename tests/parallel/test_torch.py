@@ -370,10 +370,25 @@ class TestWrongArguments:
             call([torch.ones(1), 3], 0)
         with pytest.raises(TypeError):
             call(None, 0)
-        with pytest.raises(TypeError, match="wrap it"):
-            call(torch.ones(2), 0)
         with pytest.raises(ValueError, match="meta device"):
             call([torch.ones(2, device="meta")], 0)
+
+    def test_one_tensor_or_number_instead_of_a_list(self, rank: int, size: int) -> None:
+        x, last = torch.full((2, 3), float(rank)), size - 1
+        assert cdl.gradients(x).tolist() == [[middle(size)] * 3] * 2
+        assert cdl.gradients(float(rank)) == middle(size)
+        assert cdl.broadcast(x, last, in_place=False).tolist() == [[last] * 3] * 2
+        assert x.tolist() == [[rank] * 3] * 2
+        assert cdl.broadcast(x, last, name="weights") is x
+        assert x.tolist() == [[last] * 3] * 2
+        assert cdl.broadcast(rank, last) == last
+        assert cdl.broadcast(rank + 0.5, last, async_op=True).wait() == last + 0.5
+        x.fill_(rank)
+        new = cdl.broadcast(x, last, in_place=False, async_op=True).wait()
+        assert new.tolist() == [[last] * 3] * 2
+        assert x.tolist() == [[rank] * 3] * 2
+        assert dl_comm.broadcast(x, last) is x
+        assert x.tolist() == [[last] * 3] * 2
 
     def test_metrics(self) -> None:
         for value in (None, "loss", [1.0]):

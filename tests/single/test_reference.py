@@ -15,7 +15,7 @@ import pytest
 import dl_comm
 import ml_comm
 from dl_comm import _api, _unlisted
-from dl_comm._arguments import OPERATORS
+from dl_comm._table import COLLECTIVES, OPERATORS, SCALED_SUM
 from dl_comm.compat import cray, torchmpi
 
 ROOT = Path(__file__).parents[2]
@@ -127,3 +127,17 @@ def test_a_star_imports_all_names() -> None:
 def test_pages_use_the_listed_names(page: str) -> None:
     used = set(re.findall(r"\bdl_comm\.([a-zA-Z]\w*)\b", (ROOT / "docs" / page).read_text()))
     assert used.isdisjoint(_unlisted.__all__)
+
+
+def test_the_table_has_the_codes_of_the_header() -> None:
+    header = (ROOT / "core/include/dl_comm.h").read_text()
+
+    def codes(type_of: str) -> dict[str, int]:
+        (body,) = re.findall(rf"typedef enum {type_of} {{(.*?)}}", header, re.DOTALL)
+        found = re.findall(r"DL_COMM_(\w+) = (\d+)", body)
+        return {name.lower().replace("_", ""): int(code) for name, code in found}
+
+    assert codes("dl_comm_collective") == {call.name.replace("_", ""): call.code for call in COLLECTIVES}
+    operators = OPERATORS | {"scaled_sum": SCALED_SUM}
+    assert codes("dl_comm_reduce") == {name.replace("_", ""): code for name, code in operators.items()}
+    assert set(get_args(dl_comm.Operator)) == set(OPERATORS)

@@ -1,6 +1,6 @@
 """The collectives on tensors, on all ranks or on a group.
 
-They are those of `dl_comm` for NumPy arrays, as ops: in eager mode, in a `tf.function`, in TF1 graphs. All have
+They are those of the table of collectives, as ops: in eager mode, in a `tf.function`, in TF1 graphs. All have
 gradients (`_derivatives.py`).
 
 Thread rule: any thread may call everything; the ranks of the group make the same calls in the same order.
@@ -19,19 +19,38 @@ from dl_comm._checks import checked_flag, checked_ints, checked_name, checked_ro
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group, given, is_routed
 from dl_comm._hierarchy import Levels, Step, run_steps
+from dl_comm._made import Variant
 from dl_comm._ops import barrier as barrier_now
-from dl_comm._selector import COLLECTIVES
+from dl_comm._table import (
+    AllGather,
+    Allreduce,
+    AllToAll,
+    Barrier,
+    Call,
+    Gather,
+    Option,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+)
 from dl_comm.tensorflow import _ops
-from dl_comm.tensorflow._ops import no_autograph
+from dl_comm.tensorflow._ops import op_of
 
 
 class _Call:
     """The arguments that all collectives share, with the tensors."""
 
-    def __init__(self, code: int, x: Any, group: Group | None, name: str | None, timeout: float | None) -> None:
+    def __init__(
+        self,
+        kind: type[Call],
+        x: Any,
+        group: Group | None = None,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
         checked_name(name)
-        self.code, self.name, self.timeout = code, name or COLLECTIVES[code - 1], seconds(timeout)
-        self.group = _ops.number_of(group, code)
+        self.code, self.name, self.timeout = kind.code, name or kind.name, seconds(timeout)
+        self.group = _ops.number_of(group, self.code)
         self.is_list = isinstance(x, (list, tuple))
         self.given = _ops.listed(x) if self.is_list else [x]
         self.tensors = [converted(value) for value in self.given]
@@ -49,11 +68,11 @@ class _Call:
         )
         return list(results) if self.is_list else results[0]
 
-    def exchanged(self, code: int, extents: tf.Tensor) -> tf.Tensor:
+    def exchanged(self, kind: type[Call], extents: tf.Tensor) -> tf.Tensor:
         """Runs the collective on the extents of blocks, before the call itself."""
         name = f"{self.name}: extents"
         with tf.device("CPU:0"):  # where the ops read them
-            return _ops.collective(code, [extents], name, self.group, self.timeout)[0]
+            return _ops.collective(kind.code, [extents], name, self.group, self.timeout)[0]
 
     def extents(self, counts: Any, ragged: bool) -> list[tf.Tensor]:
         """The extents of the first axis of all ranks' tensors, if they differ."""
@@ -62,46 +81,48 @@ class _Call:
         one_array(self.tensors)
         if counts is not None:
             return [_counts(counts)]
-        return [self.exchanged(_ops.ALLGATHER, _ops.extent(self.tensors[0]))]
+        return [self.exchanged(AllGather, _ops.extent(self.tensors[0]))]
 
 
-@no_autograph
+_NOT_HERE = ("out", "async_op")
+_TENSOR = (
+    " Also variables, what TensorFlow converts, and ``tf.IndexedSlices``, which become dense; numbers become tensors "
+    "of int64, float64, complex128 or bool."
+)
+_GROUP = "The ranks that take part; None: all. Keep it as long as a graph uses it."
+_NAME = (
+    "A name that must be the same on all ranks; error messages contain it. Calls of the same name in one graph are "
+    "numbered."
+)
+
+
+def _variant(kind: type[Call], returns: str = "", **more: Option) -> Variant:
+    """The call of TensorFlow's tensors, which are immutable."""
+    texts = {"group": _GROUP, "name": _NAME}
+    if "x" in kind.positional:
+        texts["x"] = kind.texts["x"] + _TENSOR
+    returns = returns or kind.returns.replace("``out``, or new", "New").replace("``out`` or new", "New")
+    returns = returns.replace("; with ``async_op`` a ``Work`` of it", "")
+    note = (
+        "An op: in eager mode, in a ``tf.function``, in a TF1 graph, where errors are ``tf.errors``, see "
+        "``dl_comm.error_of``; not in a function that XLA compiles. It has a gradient."
+    )
+    return Variant(_NOT_HERE, more, texts, returns, note, "tf")
+
+
+_SLICES = Option(
+    "bool",
+    "False",
+    "Convert ``tf.IndexedSlices`` to dense tensors. Otherwise their sum or mean is a ``tf.IndexedSlices`` with the "
+    "values and indices of all ranks, of which the numbers may differ.",
+)
+
+
+@op_of(Allreduce, _variant(Allreduce, sparse_as_dense=_SLICES))
 def allreduce(
-    x: Any,
-    op: str = "sum",
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    sparse_as_dense: bool = False,
+    x: Any, op: str, prescale: float, postscale: float, sparse_as_dense: bool, common: tuple[Any, ...]
 ) -> Any:
-    """Reduce tensors element by element over the ranks; every rank gets the result. Collective.
-
-    Args:
-        x: A tensor, a variable or what TensorFlow converts, a number, or a list of them, which is one call. Shapes and
-            types are the same on all ranks. Numbers become tensors of int64, float64, complex128 or bool.
-        op: `"sum"`, `"mean"`, `"min"`, `"max"`, `"product"`, `"bit_and"`, `"bit_or"`, `"bit_xor"` or `"adasum"`.
-            `docs/collectives.md` lists the element types of each; means of integers round toward zero.
-        group: The ranks that take part; None: all. Keep it as long as a graph uses it.
-        name: A name that must be the same on all ranks; error messages contain it. Calls of the same name in one graph
-            are numbered.
-        timeout: The deadline in seconds (0: no limit), instead of the group's.
-        prescale: A factor of every input of a sum of floating-point numbers.
-        postscale: A factor of the sum.
-        sparse_as_dense: Convert `tf.IndexedSlices` to dense tensors. Otherwise their sum or mean is a
-            `tf.IndexedSlices` with the values and indices of all ranks, of which the numbers may differ.
-
-    Returns:
-        A new tensor, or a list of them.
-
-    Raises:
-        dl_comm.ArgumentError: An argument is invalid, or the group was freed.
-        dl_comm.DTypeError: `x` is no tensor or number.
-        dl_comm.StateError: The call is inside an XLA-compiled function.
-        dl_comm.CommError: The call failed; a graph raises `tf.errors`, see `dl_comm.error_of`.
-    """
+    group, name, timeout = common
     operator, factors = operator_code(op, prescale, postscale)
     if not (sparse_as_dense or isinstance(x, tf.Tensor)):
         is_list = isinstance(x, (list, tuple))
@@ -117,191 +138,65 @@ def allreduce(
             ]
             return results if is_list else results[0]
     if group is None and is_routed():
-        group = given(None, _ops.ALLREDUCE)
-    call = _Call(_ops.ALLREDUCE, x, group, name, timeout)
+        group = given(None, Allreduce.code)
+    call = _Call(Allreduce, x, group, name, timeout)
     return _by_levels(call, group, op, operator, factors) if isinstance(group, Levels) else call.run(operator, factors)
 
 
-@no_autograph
-def reduce(
-    x: Any,
-    root: int = 0,
-    op: str = "sum",
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-) -> Any:
-    """Reduce tensors over the ranks; rank `root` of the group gets the result. Collective.
-
-    Arguments and errors are those of `allreduce`, without `"adasum"`; `tf.IndexedSlices` become dense.
-
-    Returns:
-        On the root as `allreduce`, on the other ranks zeros.
-    """
+@op_of(Reduce, _variant(Reduce, "On the root new tensors of the shapes and types of ``x``, on the other ranks zeros."))
+def reduce(x: Any, root: int, op: str, common: tuple[Any, ...]) -> Any:
     operator, _ = operator_code(op, *NO_FACTORS)
-    return _Call(_ops.REDUCE, x, group, name, timeout).run(operator, root=checked_root(root))
+    return _Call(Reduce, x, *common).run(operator, root=checked_root(root))
 
 
-@no_autograph
-def all_gather(
-    x: Any,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    counts: Any = None,
-    ragged: bool = False,
-) -> Any:
-    """Join the tensors of all ranks along the first axis, in the order of the ranks; every rank gets the result.
-
-    Collective.
-
-    Args:
-        x: As for `allreduce`. A number or a tensor without axes counts as a tensor of one element.
-        group: As for `allreduce`.
-        name: As for `allreduce`.
-        timeout: As for `allreduce`.
-        counts: The extents of the first axis of every rank's tensor, if they differ; the same on all ranks. A list or
-            a tensor. One tensor.
-        ragged: The extents differ, and the ranks exchange them first.
-
-    Returns:
-        New tensors, of which the first axis has the sum of the extents.
-    """
-    call = _Call(_ops.ALLGATHER, x, group, name, timeout)
+@op_of(AllGather, _variant(AllGather))
+def all_gather(x: Any, counts: Any, ragged: bool, common: tuple[Any, ...]) -> Any:
+    call = _Call(AllGather, x, *common)
     return call.run(counts=call.extents(counts, ragged))
 
 
-@no_autograph
-def gather(
-    x: Any,
-    root: int = 0,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    counts: Any = None,
-    ragged: bool = False,
-) -> Any:
-    """As `all_gather`, but only rank `root` of the group gets the result; the others get no rows. Collective."""
-    call = _Call(_ops.GATHER, x, group, name, timeout)
+@op_of(
+    Gather,
+    _variant(Gather, "On the root new tensors of the shape ``(sum of n, *rest)``, on the other ranks ``(0, *rest)``."),
+)
+def gather(x: Any, root: int, counts: Any, ragged: bool, common: tuple[Any, ...]) -> Any:
+    call = _Call(Gather, x, *common)
     return call.run(counts=call.extents(counts, ragged), root=checked_root(root))
 
 
-@no_autograph
-def scatter(
-    x: Any,
-    root: int = 0,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    counts: Any = None,
-) -> Any:
-    """Cut the tensors of rank `root` along the first axis into a block for each rank. Collective.
-
-    Args:
-        x: As for `allreduce`, without numbers. The other ranks than the root pass tensors of the same types and shapes,
-            whose values are not used; with `counts` their first axis may differ.
-        root: The rank of the group that has the values.
-        group: As for `allreduce`.
-        name: As for `allreduce`.
-        timeout: As for `allreduce`.
-        counts: The extents of the blocks' first axes, if they differ; the same on all ranks. One tensor.
-
-    Returns:
-        New tensors with this rank's blocks.
-    """
-    call = _Call(_ops.SCATTER, x, group, name, timeout)
+@op_of(Scatter, _variant(Scatter))
+def scatter(x: Any, root: int, counts: Any, common: tuple[Any, ...]) -> Any:
+    call = _Call(Scatter, x, *common)
     return call.run(counts=call.extents(counts, False), root=checked_root(root))
 
 
-@no_autograph
-def reduce_scatter(
-    x: Any,
-    op: str = "sum",
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    counts: Any = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-) -> Any:
-    """Reduce tensors over the ranks and cut the result along the first axis into a block for each rank. Collective.
-
-    Args:
-        x: As for `allreduce`, without numbers; `tf.IndexedSlices` become dense. The first axis is a multiple of the
-            number of ranks, unless `counts` is given.
-        op: As for `allreduce`, without `"adasum"`.
-        group: As for `allreduce`.
-        name: As for `allreduce`.
-        timeout: As for `allreduce`.
-        counts: The extents of the blocks' first axes, if they differ; the same on all ranks. One tensor.
-        prescale: As for `allreduce`.
-        postscale: As for `allreduce`.
-
-    Returns:
-        New tensors with this rank's blocks.
-    """
+@op_of(ReduceScatter, _variant(ReduceScatter))
+def reduce_scatter(x: Any, op: str, counts: Any, prescale: float, postscale: float, common: tuple[Any, ...]) -> Any:
     operator, factors = operator_code(op, prescale, postscale)
-    call = _Call(_ops.REDUCE_SCATTER, x, group, name, timeout)
+    call = _Call(ReduceScatter, x, *common)
     return call.run(operator, factors, counts=call.extents(counts, False))
 
 
-@no_autograph
-def all_to_all(
-    x: Any,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    send_counts: Any = None,
-    receive_counts: Any = None,
-) -> Any:
-    """Send block r of every tensor, along the first axis, to rank r; the result has a block from each rank. Collective.
-
-    Args:
-        x: As for `allreduce`, without numbers. The first axis is a multiple of the number of ranks, unless
-            `send_counts` is given.
-        group: As for `allreduce`.
-        name: As for `allreduce`.
-        timeout: As for `allreduce`.
-        send_counts: The extents of the first axes of the blocks that this rank sends, if they differ. One tensor.
-        receive_counts: The same of those that it receives; None with `send_counts`: the ranks exchange them first. All
-            ranks give it, or none does.
-
-    Returns:
-        New tensors.
-    """
+@op_of(AllToAll, _variant(AllToAll))
+def all_to_all(x: Any, send_counts: Any, receive_counts: Any, common: tuple[Any, ...]) -> Any:
     if send_counts is None and receive_counts is not None:
         raise ArgumentError("receive_counts without send_counts; give both")
-    call = _Call(_ops.ALLTOALL, x, group, name, timeout)
+    call = _Call(AllToAll, x, *common)
     counts = call.extents(send_counts, False)
     if counts:
         received = None if receive_counts is None else _counts(receive_counts)
-        counts.append(call.exchanged(_ops.ALLTOALL, counts[0]) if received is None else received)
+        counts.append(call.exchanged(AllToAll, counts[0]) if received is None else received)
     return call.run(counts=counts)
 
 
-@no_autograph
-def barrier(*, timeout: float | None = None, group: Group | None = None, name: str | None = None) -> Any:
-    """Return when every rank has called it; in a graph, an operation that ends then. Collective.
-
-    Args:
-        timeout: As for `allreduce`.
-        group: As for `allreduce`.
-        name: As for `allreduce`; used in graphs.
-
-    Raises:
-        dl_comm.CommError: As `dl_comm.barrier`; in a graph, the operation raises `tf.errors`, see `dl_comm.error_of`.
-    """
+@op_of(Barrier, _variant(Barrier, "Nothing; in a graph, an operation that ends when every rank has called it."))
+def barrier(common: tuple[Any, ...]) -> Any:
+    group, name, timeout = common
     if tf.executing_eagerly():
-        return barrier_now(timeout=timeout, group=group)
+        return barrier_now(timeout=timeout, group=group, name=name)
     checked_name(name)
     return _ops.collective(
-        _ops.BARRIER, [], name or "barrier", _ops.number_of(group, _ops.BARRIER), timeout=seconds(timeout)
+        Barrier.code, [], name or "barrier", _ops.number_of(group, Barrier.code), timeout=seconds(timeout)
     )
 
 

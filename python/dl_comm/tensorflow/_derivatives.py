@@ -13,7 +13,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from dl_comm._arguments import NO_FACTORS, OPERATORS, SCALED_SUM
+from dl_comm._arguments import NO_FACTORS
+from dl_comm._table import (
+    OPERATORS,
+    SCALED_SUM,
+    AllGather,
+    Allreduce,
+    AllToAll,
+    Broadcast,
+    Gather,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+)
 from dl_comm.tensorflow import _ops
 
 _NAMES = {code: name for name, code in OPERATORS.items()}
@@ -37,7 +49,7 @@ class _Backward:
             for i, y in zip(self.indices, self.y, strict=True)
         ]
         if op.type == _PLAIN_BROADCAST:  # to all ranks
-            numbers = [_ops.BROADCAST, _SUM, 0, numbers[0], *NO_FACTORS, *numbers[1:]]
+            numbers = [Broadcast.code, _SUM, 0, numbers[0], *NO_FACTORS, *numbers[1:]]
         self.code, self.operator, self.group, self.root = map(int, numbers[:4])
         self.factors, self.timeout = (numbers[4], numbers[5]), numbers[-1]
         self.counts = list(op.inputs[self.outputs :])
@@ -64,7 +76,7 @@ class _Backward:
     def shared(self, total: Sequence[Any], y: Sequence[Any]) -> list[Any]:
         """The gradients of a minimum or maximum: the ranks and elements that have it share the whole gradient."""
         masks = [tf.cast(tf.equal(x, y), x.dtype) for x, y in zip(self.x, y, strict=True)]
-        ties = self.call(_ops.ALLREDUCE, masks, name=": ties")
+        ties = self.call(Allreduce.code, masks, name=": ties")
         return [dy * mask / number for dy, mask, number in zip(total, masks, ties, strict=True)]
 
     def refuse(self, collective: str) -> LookupError:
@@ -82,28 +94,28 @@ class _Backward:
 
 def _of_allreduce(back: _Backward) -> list[Any]:
     if back.operator in _EXTREMES:
-        return back.shared(back.call(_ops.ALLREDUCE, back.dy), back.y)
+        return back.shared(back.call(Allreduce.code, back.dy), back.y)
     if back.operator not in (_SUM, _MEAN, SCALED_SUM):
         raise back.refuse("allreduce")
-    return back.call(_ops.ALLREDUCE, back.dy, operator=back.operator, factors=back.factors)
+    return back.call(Allreduce.code, back.dy, operator=back.operator, factors=back.factors)
 
 
 def _of_reduce(back: _Backward) -> list[Any]:
     if back.operator in _EXTREMES:
-        both = back.call(_ops.BROADCAST, back.dy + back.y)
+        both = back.call(Broadcast.code, back.dy + back.y)
         return back.shared(both[: len(back.dy)], both[len(back.dy) :])
     if back.operator not in (_SUM, _MEAN):
         raise back.refuse("reduce")
-    return back.scaled(back.call(_ops.BROADCAST, back.dy))
+    return back.scaled(back.call(Broadcast.code, back.dy))
 
 
 def _of_broadcast(back: _Backward) -> list[Any]:
-    return back.call(_ops.REDUCE, back.dy)
+    return back.call(Reduce.code, back.dy)
 
 
 def _of_all_gather(back: _Backward) -> list[Any]:
     # The input may be a scalar.
-    blocks = back.call(_ops.REDUCE_SCATTER, back.dy, back.counts)
+    blocks = back.call(ReduceScatter.code, back.dy, back.counts)
     return [tf.reshape(block, tf.shape(x)) for block, x in zip(blocks, back.x, strict=True)]
 
 
@@ -113,12 +125,12 @@ def _of_gather(back: _Backward) -> list[Any]:
     results = []
     for x, dy in zip(back.x, back.dy, strict=True):
         counts = back.counts or [tf.fill([size], _ops.extent(x)[0])]
-        results.append(tf.reshape(back.call(_ops.SCATTER, [dy], counts)[0], tf.shape(x)))
+        results.append(tf.reshape(back.call(Scatter.code, [dy], counts)[0], tf.shape(x)))
     return results
 
 
 def _of_scatter(back: _Backward) -> list[Any]:
-    joined = back.call(_ops.GATHER, back.dy, back.counts)
+    joined = back.call(Gather.code, back.dy, back.counts)
     return [_with_zeros(rows, x) for rows, x in zip(joined, back.x, strict=True)]
 
 
@@ -130,26 +142,26 @@ def _with_zeros(rows: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
 
 def _of_reduce_scatter(back: _Backward) -> list[Any]:
     if back.operator in _EXTREMES:
-        both = back.call(_ops.ALLGATHER, back.dy + back.y, back.counts)
+        both = back.call(AllGather.code, back.dy + back.y, back.counts)
         return back.shared(both[: len(back.dy)], both[len(back.dy) :])
     if back.operator not in (_SUM, _MEAN, SCALED_SUM):
         raise back.refuse("reduce_scatter")
-    return back.scaled(back.call(_ops.ALLGATHER, back.dy, back.counts))
+    return back.scaled(back.call(AllGather.code, back.dy, back.counts))
 
 
 def _of_all_to_all(back: _Backward) -> list[Any]:
-    return back.call(_ops.ALLTOALL, back.dy, back.counts[::-1])
+    return back.call(AllToAll.code, back.dy, back.counts[::-1])
 
 
 _OF = {
-    _ops.ALLREDUCE: _of_allreduce,
-    _ops.BROADCAST: _of_broadcast,
-    _ops.REDUCE: _of_reduce,
-    _ops.ALLGATHER: _of_all_gather,
-    _ops.GATHER: _of_gather,
-    _ops.SCATTER: _of_scatter,
-    _ops.REDUCE_SCATTER: _of_reduce_scatter,
-    _ops.ALLTOALL: _of_all_to_all,
+    Allreduce.code: _of_allreduce,
+    Broadcast.code: _of_broadcast,
+    Reduce.code: _of_reduce,
+    AllGather.code: _of_all_gather,
+    Gather.code: _of_gather,
+    Scatter.code: _of_scatter,
+    ReduceScatter.code: _of_reduce_scatter,
+    AllToAll.code: _of_all_to_all,
 }
 
 

@@ -12,35 +12,25 @@ import tensorflow as tf
 from dl_comm._arguments import checked_rank, checked_tag
 from dl_comm._checks import checked_name, checked_root, seconds
 from dl_comm._groups import Group, given
+from dl_comm._made import Variant
+from dl_comm._table import Send
 from dl_comm._work import Status
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._collectives import converted
-from dl_comm.tensorflow._ops import no_autograph
+from dl_comm.tensorflow._ops import no_autograph, op_of
 
 
-@no_autograph
-def send(
-    x: Any,
-    dest: int,
-    tag: int = 0,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-) -> Any:
-    """Send tensors to rank `dest` of the group; in a graph, the operation that does it.
-
-    Args:
-        x: As for `allreduce`; a list is one message.
-        dest: The receiver.
-        tag: A number from 0 that the receiver may ask for.
-        group: As for `allreduce`.
-        name: Stands in error messages of this rank.
-        timeout: As for `allreduce`. A message that misses its deadline does not end the group.
-
-    Short messages do not wait for the receiver; longer ones until it has them. In a `tf.function` later calls wait for
-    earlier ones: exchange long messages by `sendrecv`.
-    """
+@op_of(
+    Send,
+    Variant(
+        without=("async_op",),
+        library="tf",
+        returns="Nothing; in a graph, the operation that sends.",
+        note="In a ``tf.function`` later calls wait for earlier ones: exchange long messages by ``sendrecv``.",
+    ),
+)
+def send(x: Any, dest: int, tag: int, common: tuple[Any, ...]) -> Any:
+    group, name, timeout = common
     found = _message(_tensors(x), [], group, name, timeout, destination=checked_root(dest), send_tag=checked_tag(tag))
     return None if tf.executing_eagerly() else found.bytes.op
 
@@ -62,9 +52,9 @@ def recv(
             their values; a longer one is an error.
         source: The sender; None: any rank of the group.
         tag: The tag of the message; None: any.
-        group: As for `allreduce`.
+        group: The ranks that take part; None: all. Keep it as long as a graph uses it.
         name: Stands in error messages of this rank.
-        timeout: As for `allreduce`. A receive that misses its deadline does not end the group.
+        timeout: The deadline in seconds (0: no limit), instead of the group's. Missing it does not end the group.
 
     Returns:
         The received tensor or list of tensors, and a `Status` of tensors: source, tag and length in bytes. They have no

@@ -29,15 +29,17 @@ import tensorflow as tf
 from dl_comm import _load
 from dl_comm._arguments import ADASUM, NO_FACTORS
 from dl_comm._buckets import bucket_bytes, split
-from dl_comm._checks import checked_name, checked_root, refuse_masked, seconds
+from dl_comm._checks import checked_flag, checked_name, checked_root, refuse_masked, seconds
 from dl_comm._cuda import preload
 from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
 from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_routed, unless_world
 from dl_comm._groups import given as given_group
+from dl_comm._made import Variant, made
 from dl_comm._private_names import check
+from dl_comm._table import Allreduce, Barrier, Broadcast, Call, Reduce
 from dl_comm._tensor_names import Name, by_structure
 from dl_comm._tensor_names import labels as labels_of
-from dl_comm._towers import as_towers, in_towers
+from dl_comm._towers import as_towers, in_towers, is_single
 
 _AVERAGED = frozenset(
     (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64),
@@ -45,9 +47,7 @@ _AVERAGED = frozenset(
 _OTHERS = (tf.bool, tf.int16, tf.uint16, tf.uint32, tf.uint64, tf.complex64, tf.complex128)
 ALL_TYPES = _AVERAGED.union(_OTHERS)
 
-# The codes of dl_comm.h.
-ALLREDUCE, BROADCAST, BARRIER, REDUCE, ALLGATHER, GATHER, SCATTER, REDUCE_SCATTER, ALLTOALL = range(1, 10)
-_LIKE_INPUTS = (ALLREDUCE, BROADCAST, BARRIER, REDUCE)
+_LIKE_INPUTS = (Allreduce.code, Broadcast.code, Barrier.code, Reduce.code)
 
 # The default of torch's DistributedDataParallel.
 BUCKET_BYTES = 25 << 20
@@ -64,6 +64,11 @@ def no_autograph(function: _Function) -> _Function:
     marks = vars(tf.autograph.experimental.do_not_convert(function))
     vars(function).update((name, mark) for name, mark in marks.items() if name != "__wrapped__")
     return function
+
+
+def op_of(kind: type[Call], variant: Variant) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator: makes the public function of a call from one that runs it, see `_made`."""
+    return lambda run: no_autograph(cast(Any, made(kind, variant)(run)))
 
 
 @functools.cache
@@ -135,20 +140,20 @@ def core_id() -> int:
 
 @no_autograph
 def gradients(
-    tensors: Iterable[Any],
+    tensors: Any,
     team: int = 0,
     *,
     group: Group | None = None,
     name: str | None = None,
     timeout: float | None = None,
-) -> list[Any]:
+) -> Any:
     """Average every tensor over all ranks, and over the towers if it is a list of such lists.
 
     Args:
         tensors: `tf.Tensor`, `tf.Variable`, `tf.IndexedSlices` (converted to dense) or values that TensorFlow converts
             to tensors. Types: float16, bfloat16, float32, float64, int8, uint8, int32 or int64. Number, types and
-            shapes must be the same on all ranks. Means of integers round toward zero; float16 and bfloat16 are summed
-            in float32.
+            shapes must be the same on all ranks. Or one instead of a list. Means of integers round toward zero;
+            float16 and bfloat16 are summed in float32.
         team: The team to use.
         group: The ranks that take part, instead of a team; a group has no schedule.
         name: A name that must be the same on all ranks; calls of the same name in one graph are numbered. On a team
@@ -160,7 +165,7 @@ def gradients(
     all tensors is faster.
 
     Returns:
-        New dense tensors, in order, with the static shapes of the inputs; for towers, one list per tower. Their
+        New dense tensors, in order, with the static shapes of the inputs: a list; for towers, one list per tower. Their
         gradient is the mean of the ranks' gradients; integers have none. On a team with a schedule: see
         `dl_comm.config_team`.
 
@@ -170,6 +175,8 @@ def gradients(
         dl_comm.StateError: The call is inside an XLA-compiled function.
         dl_comm.CommError: The call failed; a graph raises `tf.errors`, see `dl_comm.error_of`.
     """
+    if is_single(tensors):
+        return gradients([tensors], team, group=group, name=name, timeout=timeout)[0]
     checked_name(name)
     towers, given = as_towers(listed(tensors))
     place = checked_place(group, team)
@@ -177,35 +184,30 @@ def gradients(
     return means if towers is None else in_towers(means, towers)
 
 
-@no_autograph
-def broadcast(
-    tensors: Iterable[Any],
-    root: int = 0,
-    *,
-    name: str | None = None,
-    timeout: float | None = None,
-    group: Group | None = None,
-) -> list[tf.Tensor]:
-    """Return the tensors of rank `root` as new tensors; also assign them to `tensors` that are variables.
-
-    In a TF1 graph nothing is assigned: the script assigns the results, as scripts of the Cray plugin do. Takes the
-    types of `gradients`, bool and all other number types. `root` is a rank of `group`; None means all ranks. The
-    gradient is the sum of the ranks' gradients on the root, and zeros elsewhere.
-
-    Returns:
-        The tensors of the root, in order, with the static shapes of the inputs.
-
-    Raises the errors of `gradients`; after an error no variable has changed.
-    """
-    given = listed(tensors)
+@op_of(
+    Broadcast,
+    Variant(
+        without=("async_op",),
+        library="tf",
+        returns="New tensors, with the static shapes of ``tensors``: one, or a list.",
+        note="The tensors of rank ``root`` as new tensors, and with ``in_place`` as values of the variables among "
+        "``tensors``. In a TF1 graph nothing is assigned: the script assigns the results, as those of the Cray plugin "
+        "do. The gradient is the sum of the ranks' gradients on the root, and zeros elsewhere. After an error no "
+        "variable has changed.",
+    ),
+)
+def broadcast(tensors: Any, root: int, in_place: bool, common: tuple[Any, ...]) -> Any:
+    group, name, timeout = common
+    single = is_single(tensors)
+    given = listed([tensors] if single else tensors)
     if group is None and is_routed():
-        group = given_group(None, BROADCAST)
+        group = given_group(None, Broadcast.code)
     results = broadcast_new(given, root, name or "broadcast", timeout, group)
-    if tf.compat.v1.executing_eagerly_outside_functions():
+    if checked_flag("in_place", in_place) and tf.compat.v1.executing_eagerly_outside_functions():
         for value, result in zip(given, results, strict=True):
             if hasattr(value, "assign"):  # TensorFlow's variables and Keras's
                 value.assign(result)
-    return results
+    return results[0] if single else results
 
 
 @no_autograph
@@ -218,7 +220,7 @@ def broadcast_new(
     root, limit, group = checked_root(root), seconds(timeout), unless_world(group)
     if group is not None:
         number = number_of(group)
-        return list(collective(BROADCAST, values, name, number, timeout=limit, root=root, named=given))
+        return list(collective(Broadcast.code, values, name, number, timeout=limit, root=root, named=given))
     refuse_xla()
     eager = tf.executing_eagerly()
     order, names = order_of(given, eager)

@@ -32,7 +32,7 @@ def tensors_of(x: Any, argument: str = "x") -> tuple[list[torch.Tensor], Callabl
             refuse_lazy(tensor, f"entry {index} of {argument}")
         return list(x), list
     refuse_masked(x, argument)
-    if isinstance(x, (bool, int, float, complex, np.generic)) and argument == "x":
+    if isinstance(x, (bool, int, float, complex, np.generic)) and argument != "out":
         number = x.item() if isinstance(x, np.generic) else x
         for kind, dtype in _NUMBERS.items():
             if isinstance(number, kind):
@@ -41,7 +41,7 @@ def tensors_of(x: Any, argument: str = "x") -> tuple[list[torch.Tensor], Callabl
                 except (RuntimeError, OverflowError) as error:
                     raise DTypeError(f"{argument} is {number}, which has more than 64 bits") from error
     raise DTypeError(
-        f"{argument} is a {type(x).__name__}; give a tensor, a list of them{', or a number' * (argument == 'x')}"
+        f"{argument} is a {type(x).__name__}; give a tensor, a list of them{', or a number' * (argument != 'out')}"
     )
 
 

@@ -1,7 +1,7 @@
 """Collectives on torch tensors and numbers, on all ranks or on a group.
 
-Names, arguments and meaning are those of the functions of `dl_comm` for NumPy arrays. Without `out` and `async_op` the
-functions are differentiable, and `torch.compile` takes them.
+They are those of the table of collectives. Without `out` and `async_op` they are differentiable, and `torch.compile`
+takes them.
 
 Thread rule: any thread may call every function; they wait without the GIL. The ranks of the group must all call them.
 """
@@ -9,7 +9,7 @@ Thread rule: any thread may call every function; they wait without the GIL. The 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,8 @@ from dl_comm import _groups
 from dl_comm._checks import checked_flag, checked_float, seconds
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group
-from dl_comm._types import Arrays, Operator, Values
+from dl_comm._made import Variant, made
+from dl_comm._table import AllGather, Allreduce, AllToAll, Broadcast, Call, Gather, Reduce, ReduceScatter, Scatter
 from dl_comm.torch import _autograd as _autograd
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import (
@@ -36,13 +37,8 @@ from dl_comm.torch._arguments import (
 from dl_comm.torch._levels import allreduce_by_levels, steps_of
 from dl_comm.torch._work import Work
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-    from dl_comm._types import Exchanged, Options, Ragged, Scaled, ScaledBlocks, Scattered
-
-
-class _Collective(NamedTuple):
+class _Ops(NamedTuple):
     """The ops of a collective; see torch_ops/collectives.cc."""
 
     new: Callable[..., Any]
@@ -51,81 +47,26 @@ class _Collective(NamedTuple):
     start: Callable[..., Any]
 
 
-def _collective(name: str) -> _Collective:
-    return _Collective(*(getattr(_ops.ops, name + suffix).default for suffix in ("", "_no_grad", "_out", "_start")))
+_OPS: dict[type[Call], _Ops] = {
+    kind: _Ops(*(getattr(_ops.ops, kind.name + suffix).default for suffix in ("", "_no_grad", "_out", "_start")))
+    for kind in (Allreduce, Broadcast, Reduce, AllGather, Gather, Scatter, ReduceScatter, AllToAll)
+}
+_ALLREDUCE, _BROADCAST = _OPS[Allreduce], _OPS[Broadcast]
+_MOVING = (AllGather, Gather, Scatter, AllToAll)
+
+_NOTE = "Differentiable without ``out`` and ``async_op``; backward is collective, too. ``torch.compile`` takes it."
+_TORCH = Variant(note=_NOTE, library="torch")
+_ON_ROOT = (
+    " If ``x`` requires gradients, an empty tensor, which carries the graph: add its sum to the loss, because backward "
+    "is collective, too."
+)
+_REDUCE = _TORCH._replace(returns=Reduce.returns + _ON_ROOT)
+_GATHER = _TORCH._replace(returns=Gather.returns + _ON_ROOT)
 
 
-_ALLREDUCE = _collective("allreduce")
-_BROADCAST = _collective("broadcast")
-_REDUCE = _collective("reduce")
-_ALL_GATHER = _collective("all_gather")
-_GATHER = _collective("gather")
-_SCATTER = _collective("scatter")
-_REDUCE_SCATTER = _collective("reduce_scatter")
-_ALL_TO_ALL = _collective("all_to_all")
-_MOVING = (_ALL_GATHER, _GATHER, _SCATTER, _ALL_TO_ALL)
-
-
-@overload
-def allreduce(
-    x: Values,
-    op: Operator = ...,
-    *,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    **options: Unpack[Scaled],
-) -> Values: ...
-
-
-@overload
-def allreduce(
-    x: Values, op: Operator = ..., *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Scaled]
-) -> Work[Values]: ...
-
-
-@overload
-def allreduce(
-    x: Values, op: Operator = ..., *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Scaled]
-) -> Values | Work[Values]: ...
-
-
-def allreduce(
-    x: Any,
-    op: Operator = "sum",
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    out: Any = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> Any:
-    """Reduce tensors element by element over the ranks; every rank gets the result. Collective.
-
-    Args:
-        x: A tensor, a number, or a list of tensors, which is one call. Shapes and types are the same on all ranks.
-        op: `"sum"`, `"mean"`, `"min"`, `"max"`, `"product"`, `"bit_and"`, `"bit_or"`, `"bit_xor"` or `"adasum"`.
-            `docs/collectives.md` lists the element types of each; means of integers round toward zero.
-        group: The ranks that take part; None: all.
-        name: A name that must be the same on all ranks; error messages contain it.
-        timeout: The deadline in seconds (0: no limit), instead of the group's.
-        out: Contiguous tensors for the results, like `x`; `out=x` works in place. Not differentiable.
-        prescale: A factor of every input of a sum of floating-point numbers.
-        postscale: A factor of the sum.
-        async_op: Return a `Work` at once. Until it has ended, nobody else may use the tensors. Not differentiable.
-
-    Returns:
-        `out`, or new contiguous tensors or a number of the type of `x`; with `async_op` a `Work` of it.
-
-    Raises:
-        ArgumentError: An argument is invalid; or `out` or `async_op` with tensors that require gradients.
-        DTypeError: `x` is not a tensor or number, or `op` does not take its element type.
-        MismatchError: The ranks issued different collectives. Nothing was written, and the next call works.
-        TimeoutError: The ranks in the message missed the deadline; the group refuses further calls.
-        PeerLostError: A rank of the group has ended; the group refuses further calls.
-        StateError: `init` was not called, or `finalize` was.
-    """
+@made(Allreduce, _TORCH)
+def allreduce(x: Any, op: str, prescale: float, postscale: float, common: tuple[Any, ...]) -> Any:
+    group, name, timeout, out, async_op = common
     world = _groups._world if group is None and not _groups.is_routed() else None
     is_plain = type(x) is torch.Tensor and (out is None or out is x) and name is None and timeout is None
     is_plain = is_plain and type(prescale) is float is type(postscale) and async_op is False
@@ -137,478 +78,85 @@ def allreduce(
         _ops.call(_ALLREDUCE.out, given, given, *short)
         torch.autograd.graph.increment_version(x)
         return x
+    factors = (checked_float("prescale", prescale), checked_float("postscale", postscale))
     if group is None and _groups.is_routed() and async_op is False:
         tensors, wrap = tensors_of(x)
-        factors = (checked_float("prescale", prescale), checked_float("postscale", postscale))
         steps = steps_of(tensors, operator_name(op), *factors)
         if steps is not None:
             results = allreduce_by_levels(steps, tensors, out, op, call_name(name), seconds(timeout))
             return wrap(results) if out is None else results
-    arguments = (
-        *place(group, 1, x, async_op),
-        operator_name(op),
-        checked_float("prescale", prescale),
-        checked_float("postscale", postscale),
-        call_name(name),
-        seconds(timeout),
-    )
-    return _run(_ALLREDUCE, x, out, async_op, arguments)
+    return _run(Allreduce, x, common, operator_name(op), *factors)
 
 
-@overload
-def reduce(
-    x: Values,
-    root: int = ...,
-    op: Operator = ...,
-    *,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    **options: Unpack[Options],
-) -> Values | None: ...
+@made(Reduce, _REDUCE)
+def reduce(x: Any, root: int, op: str, common: tuple[Any, ...]) -> Any:
+    return _run(Reduce, x, common, operator_name(op), 1.0, 1.0, checked_rank(root), root=root)
 
 
-@overload
-def reduce(
-    x: Values,
-    root: int = ...,
-    op: Operator = ...,
-    *,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    **options: Unpack[Options],
-) -> Work[Values | None]: ...
+@made(AllGather, _TORCH)
+def all_gather(x: Any, counts: Sequence[int] | None, ragged: bool, common: tuple[Any, ...]) -> Any:
+    return _run(AllGather, x, common, _extents(AllGather, x, counts, ragged, common))
 
 
-@overload
-def reduce(
-    x: Values,
-    root: int = ...,
-    op: Operator = ...,
-    *,
-    group: Group | None = ...,
-    async_op: bool = ...,
-    **options: Unpack[Options],
-) -> Values | None | Work[Values | None]: ...
+@made(Gather, _GATHER)
+def gather(x: Any, root: int, counts: Sequence[int] | None, ragged: bool, common: tuple[Any, ...]) -> Any:
+    return _run(Gather, x, common, checked_rank(root), _extents(Gather, x, counts, ragged, common), root=root)
 
 
-def reduce(
-    x: Any,
-    root: int = 0,
-    op: Operator = "sum",
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    out: Any = None,
-    async_op: bool = False,
-) -> Any:
-    """Reduce tensors over the ranks; rank `root` of the group gets the result. Collective.
-
-    Arguments and errors are those of `allreduce` (without `"adasum"`); `out` is used on the root only.
-
-    Returns:
-        On the root as `allreduce`. On the other ranks None; if `x` requires gradients, an empty tensor, which carries
-        the graph: add its sum to the loss, because backward is collective too.
-    """
-    arguments = (
-        *place(group, 4, x, async_op),
-        operator_name(op),
-        1.0,
-        1.0,
-        checked_rank(root),
-        call_name(name),
-        seconds(timeout),
-    )
-    return _run(_REDUCE, x, out, async_op, arguments, root)
-
-
-@overload
-def all_gather(
-    x: Arrays, *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Ragged]
-) -> Arrays: ...
-
-
-@overload
-def all_gather(
-    x: Arrays, *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Ragged]
-) -> Work[Arrays]: ...
-
-
-@overload
-def all_gather(
-    x: Arrays, *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Ragged]
-) -> Arrays | Work[Arrays]: ...
-
-
-@overload
-def all_gather(
-    x: complex, *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Ragged]
-) -> torch.Tensor: ...
-
-
-@overload
-def all_gather(
-    x: complex, *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Ragged]
-) -> Work[torch.Tensor]: ...
-
-
-@overload
-def all_gather(
-    x: complex, *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Ragged]
-) -> torch.Tensor | Work[torch.Tensor]: ...
-
-
-def all_gather(
-    x: Any,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    out: Any = None,
-    counts: Sequence[int] | None = None,
-    ragged: bool = False,
-    async_op: bool = False,
-) -> Any:
-    """Join the tensors of all ranks along the first axis, in the order of the ranks; every rank gets the result.
-
-    Collective.
-
-    Args:
-        x: As for `allreduce`. A number or a tensor without axes counts as a tensor of one element.
-        group: As for `allreduce`.
-        name: As for `allreduce`.
-        timeout: As for `allreduce`.
-        out: As for `allreduce`.
-        counts: The extents of the first axis of every rank's tensor, if they differ; the same on all ranks. One tensor.
-        ragged: The extents differ, and the ranks exchange them first (not in a compiled graph).
-        async_op: As for `allreduce`.
-
-    Returns:
-        `out` or new tensors, of which the first axis has the sum of the extents; with `async_op` a `Work` of it.
-    """
-    rows = _extents(x, counts, ragged, group, name, timeout)
-    return _run(
-        _ALL_GATHER,
-        x,
-        out,
-        async_op,
-        (*place(group, 5, x, async_op), rows, call_name(name), seconds(timeout)),
-        joins=True,
-    )
-
-
-@overload
-def gather(
-    x: Arrays, root: int = ..., *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Ragged]
-) -> Arrays | None: ...
-
-
-@overload
-def gather(
-    x: Arrays, root: int = ..., *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Ragged]
-) -> Work[Arrays | None]: ...
-
-
-@overload
-def gather(
-    x: Arrays, root: int = ..., *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Ragged]
-) -> Arrays | None | Work[Arrays | None]: ...
-
-
-@overload
-def gather(
-    x: complex, root: int = ..., *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Ragged]
-) -> torch.Tensor | None: ...
-
-
-@overload
-def gather(
-    x: complex, root: int = ..., *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Ragged]
-) -> Work[torch.Tensor | None]: ...
-
-
-@overload
-def gather(
-    x: complex, root: int = ..., *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Ragged]
-) -> torch.Tensor | None | Work[torch.Tensor | None]: ...
-
-
-def gather(
-    x: Any,
-    root: int = 0,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    out: Any = None,
-    counts: Sequence[int] | None = None,
-    ragged: bool = False,
-    async_op: bool = False,
-) -> Any:
-    """As `all_gather`, but only rank `root` of the group gets the result; the others as in `reduce`. Collective."""
-    rows = _extents(x, counts, ragged, group, name, timeout)
-    arguments = (*place(group, 6, x, async_op), checked_rank(root), rows, call_name(name), seconds(timeout))
-    return _run(_GATHER, x, out, async_op, arguments, root, joins=True)
-
-
-@overload
-def scatter(
-    x: Any,
-    root: int = ...,
-    *,
-    out: Arrays,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    **options: Unpack[Scattered],
-) -> Arrays: ...
-
-
-@overload
-def scatter(
-    x: Any,
-    root: int = ...,
-    *,
-    out: Arrays,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    **options: Unpack[Scattered],
-) -> Work[Arrays]: ...
-
-
-@overload
-def scatter(
-    x: Any,
-    root: int = ...,
-    *,
-    out: Arrays,
-    group: Group | None = ...,
-    async_op: bool = ...,
-    **options: Unpack[Scattered],
-) -> Arrays | Work[Arrays]: ...
-
-
-@overload
-def scatter(
-    x: Arrays,
-    root: int = ...,
-    *,
-    out: None = ...,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    **options: Unpack[Scattered],
-) -> Arrays: ...
-
-
-@overload
-def scatter(
-    x: Arrays,
-    root: int = ...,
-    *,
-    out: None = ...,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    **options: Unpack[Scattered],
-) -> Work[Arrays]: ...
-
-
-@overload
-def scatter(
-    x: Arrays,
-    root: int = ...,
-    *,
-    out: None = ...,
-    group: Group | None = ...,
-    async_op: bool = ...,
-    **options: Unpack[Scattered],
-) -> Arrays | Work[Arrays]: ...
-
-
-def scatter(
-    x: Any,
-    root: int = 0,
-    *,
-    out: Any = None,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    counts: Sequence[int] | None = None,
-    async_op: bool = False,
-) -> Any:
-    """Cut the tensors of rank `root` along the first axis into a block for each rank. Collective.
-
-    Args:
-        x: On the root as for `allreduce`. With `out` the other ranks pass None; without it, tensors of the root's
-            shapes and types, of which the values are not used (`torch.empty(1).expand(shape)` needs no memory). If the
-            root's require gradients, those of all ranks must.
-        root: The rank of the group that has the tensors.
-        out: The tensors for this rank's blocks.
-        group: As for `allreduce`.
-        name: As for `allreduce`.
-        timeout: As for `allreduce`.
-        counts: The extents of the blocks' first axes, if they differ; the same on all ranks. One tensor.
-        async_op: As for `allreduce`.
-
-    Returns:
-        `out`, or new tensors; with `async_op` a `Work` of it.
-    """
-    arguments = (
-        *place(group, 7, x, async_op),
-        checked_rank(root),
-        listed_counts(counts),
-        call_name(name),
-        seconds(timeout),
-    )
-    if x is None and out is None:
+@made(Scatter, _TORCH._replace(note=_NOTE + " If the root's tensors require gradients, those of all ranks must."))
+def scatter(x: Any, root: int, counts: Sequence[int] | None, common: tuple[Any, ...]) -> Any:
+    if x is None and common[3] is None:
         raise ArgumentError("out is None; scatter needs it, or tensors of the root's shapes on all ranks")
-    return _run(_SCATTER, x, out, async_op, arguments)
+    return _run(Scatter, x, common, checked_rank(root), listed_counts(counts))
 
 
-@overload
+@made(ReduceScatter, _TORCH)
 def reduce_scatter(
-    x: Arrays,
-    op: Operator = ...,
-    *,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    **options: Unpack[ScaledBlocks],
-) -> Arrays: ...
-
-
-@overload
-def reduce_scatter(
-    x: Arrays,
-    op: Operator = ...,
-    *,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    **options: Unpack[ScaledBlocks],
-) -> Work[Arrays]: ...
-
-
-@overload
-def reduce_scatter(
-    x: Arrays, op: Operator = ..., *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[ScaledBlocks]
-) -> Arrays | Work[Arrays]: ...
-
-
-def reduce_scatter(
-    x: Any,
-    op: Operator = "sum",
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    out: Any = None,
-    counts: Sequence[int] | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
+    x: Any, op: str, counts: Sequence[int] | None, prescale: float, postscale: float, common: tuple[Any, ...]
 ) -> Any:
-    """Reduce tensors over the ranks and cut the result along the first axis into a block for each rank. Collective.
-
-    Args:
-        x: As for `allreduce`, without numbers. The first axis is a multiple of the number of ranks, unless `counts` is
-            given.
-        op: As for `allreduce`, without `"adasum"`.
-        group: As for `allreduce`.
-        name: As for `allreduce`.
-        timeout: As for `allreduce`.
-        out: As for `allreduce`.
-        counts: The extents of the blocks' first axes, if they differ; the same on all ranks. One tensor.
-        prescale: As for `allreduce`.
-        postscale: As for `allreduce`.
-        async_op: As for `allreduce`.
-
-    Returns:
-        `out` or new tensors with this rank's blocks; with `async_op` a `Work` of it.
-    """
     factors = (checked_float("prescale", prescale), checked_float("postscale", postscale))
-    arguments = (
-        *place(group, 8, x, async_op),
-        operator_name(op),
-        *factors,
-        listed_counts(counts),
-        call_name(name),
-        seconds(timeout),
-    )
-    return _run(_REDUCE_SCATTER, x, out, async_op, arguments)
+    return _run(ReduceScatter, x, common, operator_name(op), *factors, listed_counts(counts))
 
 
-@overload
+@made(AllToAll, _TORCH)
 def all_to_all(
-    x: Arrays, *, group: Group | None = ..., async_op: Literal[False] = ..., **options: Unpack[Exchanged]
-) -> Arrays: ...
-
-
-@overload
-def all_to_all(
-    x: Arrays, *, group: Group | None = ..., async_op: Literal[True], **options: Unpack[Exchanged]
-) -> Work[Arrays]: ...
-
-
-@overload
-def all_to_all(
-    x: Arrays, *, group: Group | None = ..., async_op: bool = ..., **options: Unpack[Exchanged]
-) -> Arrays | Work[Arrays]: ...
-
-
-def all_to_all(
-    x: Any,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    out: Any = None,
-    send_counts: Sequence[int] | None = None,
-    receive_counts: Sequence[int] | None = None,
-    async_op: bool = False,
+    x: Any, send_counts: Sequence[int] | None, receive_counts: Sequence[int] | None, common: tuple[Any, ...]
 ) -> Any:
-    """Send block r of every tensor, along the first axis, to rank r; the result has a block from each rank. Collective.
-
-    Args:
-        x: As for `allreduce`, without numbers. The first axis is a multiple of the number of ranks, unless
-            `send_counts` is given.
-        group: As for `allreduce`.
-        name: As for `allreduce`.
-        timeout: As for `allreduce`.
-        out: As for `allreduce`.
-        send_counts: The extents of the first axes of the blocks that this rank sends, if they differ. One tensor.
-        receive_counts: The same of those that it receives; None with `send_counts`: the ranks exchange them first (not
-            in a compiled graph). All ranks give it, or none does.
-        async_op: As for `allreduce`.
-
-    Returns:
-        `out` or new tensors; with `async_op` a `Work` of it.
-    """
     sent, received = listed_counts(send_counts), listed_counts(receive_counts)
     if send_counts is not None and receive_counts is None:
-        exchanged = all_to_all(torch.tensor(sent), group=group, name=f"{name or 'all_to_all'}: counts", timeout=timeout)
-        received = exchanged.tolist()
-    arguments = (*place(group, 9, x, async_op), sent, received, call_name(name), seconds(timeout))
-    return _run(_ALL_TO_ALL, x, out, async_op, arguments)
+        received = _before(AllToAll, all_to_all, sent, "counts", common)
+    return _run(AllToAll, x, common, sent, received)
 
 
-def broadcast_new(tensors: list[torch.Tensor], root: int, group: Group | None, timeout: float | None) -> Any:
+def broadcast_new(
+    tensors: list[torch.Tensor], root: int, group: Group | None, name: str = "", timeout: float | None = None
+) -> Any:
     """Return rank `root`'s tensors as new tensors; differentiable."""
-    views, name = carried(tensors)
-    arguments = (*place(group, 2, tensors), checked_rank(root), name, seconds(timeout))
+    views, kinds = carried(tensors)
+    arguments = (*place(group, Broadcast.code, tensors), checked_rank(root), name + kinds, seconds(timeout))
     results = _ops.call(_BROADCAST.new, views, *arguments)
-    return [result.view(tensor.dtype) if name else result for result, tensor in zip(results, tensors, strict=True)]
+    return [result.view(tensor.dtype) if kinds else result for result, tensor in zip(results, tensors, strict=True)]
 
 
 def broadcast_into(
-    tensors: list[torch.Tensor], root: int, group: Group | None, timeout: float | None, async_op: bool, result: Any
+    tensors: list[torch.Tensor],
+    root: int,
+    group: Group | None,
+    name: str = "",
+    timeout: float | None = None,
+    async_op: bool = False,
+    result: Callable[[], Any] = lambda: None,
 ) -> Any:
     """Copy rank `root`'s contiguous tensors to all ranks of the group, in place; return `result`, or a `Work` of it."""
-    tensors, name = carried(tensors)
-    arguments = (*place(group, 2, tensors), checked_rank(root), name, seconds(timeout))
+    tensors, kinds = carried(tensors)
+    arguments = (*place(group, Broadcast.code, tensors), checked_rank(root), name + kinds, seconds(timeout))
     if async_op:
         number = _ops.call(_BROADCAST.start, tensors, tensors, *arguments)[1]
         torch.autograd.graph.increment_version(tensors)
-        return Work(number, lambda _: result)
+        return Work(number, lambda _: result())
     _ops.call(_BROADCAST.out, tensors, tensors, *arguments)
     torch.autograd.graph.increment_version(tensors)
-    return result
+    return result()
 
 
 def sum_at(where: tuple[int, int, int], x: torch.Tensor, name: str) -> torch.Tensor:
@@ -618,35 +166,30 @@ def sum_at(where: tuple[int, int, int], x: torch.Tensor, name: str) -> torch.Ten
     return x
 
 
-def _run(
-    ops: _Collective,
-    x: Any,
-    out: Any,
-    async_op: bool,
-    arguments: tuple[Any, ...],
-    root: int | None = None,
-    joins: bool = False,
-) -> Any:
-    """Run or start a call. With `root`, only that rank has a result. `joins`: a number gives a tensor.
+def _run(kind: type[Call], x: Any, common: tuple[Any, ...], *own: Any, root: int | None = None) -> Any:
+    """Run or start a call. `own`: its own arguments, as the op takes them. With `root`, only that rank has a result.
 
     `x`: None on the ranks of a scatter that have no tensors.
     """
+    group, name, timeout, out, async_op = common
+    ops = _OPS[kind]
+    arguments: tuple[Any, ...] = (*place(group, kind.code, x, async_op), *own, call_name(name), seconds(timeout))
     checked_flag("async_op", async_op)
-    tensors, wrap = ([], list) if x is None and ops is _SCATTER else tensors_of(x)
-    if joins and wrap is item:
+    tensors, wrap = ([], list) if x is None and kind is Scatter else tensors_of(x)
+    if kind in (AllGather, Gather) and wrap is item:
         wrap = first
     if root is not None and arguments[1] != root:
         out = None
         if not _ops.learns(tensors):
             wrap = nothing
     kinds = ""
-    if ops in _MOVING:
+    if kind in _MOVING:
         # The core compares neither the types nor their values, so the types are part of the name.
         types, of_types = [tensor.dtype for tensor in tensors], wrap
         tensors, kinds = carried(tensors)
         if kinds:
             arguments = (*arguments[:-2], arguments[-2] + kinds, arguments[-1])
-            wrap = lambda results: of_types([each.view(kind) for each, kind in zip(results, types, strict=True)])  # noqa: E731
+            wrap = lambda results: of_types([each.view(dtype) for each, dtype in zip(results, types, strict=True)])  # noqa: E731
     if out is None and not async_op:
         op = ops.new if _ops.differentiates(tensors) else ops.no_grad
         return wrap(_ops.call(op, tensors, *arguments))
@@ -668,12 +211,7 @@ def _run(
 
 
 def _extents(
-    x: Any,
-    counts: Sequence[int] | None,
-    ragged: bool,
-    group: Group | None,
-    name: str | None,
-    timeout: float | None,
+    kind: type[Call], x: Any, counts: Sequence[int] | None, ragged: bool, common: tuple[Any, ...]
 ) -> list[int]:
     """Return the extents of all ranks' tensors, if they differ."""
     if not checked_flag("ragged", ragged) or counts is not None:
@@ -681,7 +219,14 @@ def _extents(
     tensors, _ = tensors_of(x)
     if len(tensors) != 1:
         raise ArgumentError(f"blocks of different lengths need one tensor, not {len(tensors)}")
-    extent = tensors[0].shape[0] if tensors[0].dim() else 1
-    label = f"{name or 'gather'}: extents"
-    found: list[int] = all_gather(torch.tensor([extent]), group=group, name=label, timeout=timeout).tolist()
+    return _before(kind, all_gather, [tensors[0].shape[0] if tensors[0].dim() else 1], "extents", common)
+
+
+def _before(
+    kind: type[Call], call: Callable[..., Any], extents: list[int], what: str, common: tuple[Any, ...]
+) -> list[int]:
+    """Return the extents of all ranks, exchanged by a call before that of `kind`."""
+    group, name, timeout, *_ = common
+    label = f"{call_name(name) or kind.name}: {what}"
+    found: list[int] = call(torch.tensor(extents), group=group, name=label, timeout=timeout).tolist()
     return found

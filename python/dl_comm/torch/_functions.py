@@ -8,42 +8,45 @@ same name in `dl_comm`, which then raise StateError. Any thread may call them; t
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
 
 import torch
 
 from dl_comm._agreement import failing_together
 from dl_comm._arguments import checked_rank
-from dl_comm._checks import checked_name, checked_root, refuse_masked, seconds
+from dl_comm._checks import checked_flag, checked_name, checked_root, refuse_masked, seconds
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_of_all, unless_world, world
 from dl_comm._groups import given as given_group
+from dl_comm._made import Variant, made
 from dl_comm._objects import all_gather_object, object_of_root
 from dl_comm._objects import broadcast_object as broadcast_any_object
 from dl_comm._start import ensure_initialized
+from dl_comm._table import Broadcast
 from dl_comm._tensor_names import Name, agreed_order, by_name, labels
-from dl_comm._towers import as_towers, in_towers
+from dl_comm._towers import as_towers, in_towers, is_single
 from dl_comm._types import Object
 from dl_comm.torch import _collectives, _ops
-from dl_comm.torch._arguments import refuse_lazy
+from dl_comm.torch._arguments import call_name, refuse_lazy, tensors_of
 from dl_comm.torch._gradient import contiguous_copy, overlaps
 from dl_comm.torch._names import kept_names, names_of
 from dl_comm.torch._reducer import parameters_broadcast
-from dl_comm.torch._work import Work
 
 _COMPLEX = (torch.complex64, torch.complex128)
 
 
 def gradients(
-    tensors: Sequence[Any],
+    tensors: Any,
     team: int = 0,
     *,
     group: Group | None = None,
     name: str | None = None,
     timeout: float | None = None,
-) -> list[Any]:
+) -> Any:
     """Return the means of `tensors` over all ranks, in their order; for a list of towers, one list per tower.
+
+    For one tensor or number instead of a list, return its mean.
 
     `group`: the ranks that take part, instead of a team; a group has no schedule.
     `name` must be the same on all ranks. On a team with a schedule it distinguishes lists of equal shapes. `timeout`
@@ -58,6 +61,9 @@ def gradients(
     Raises `dl_comm.ArgumentError` (a ValueError), `DTypeError` (a TypeError), `StateError` (before `init`) and
     `MismatchError` (the ranks issued different collectives); the next call works.
     """
+    if is_single(tensors):
+        given, wrap = _tensors_of(tensors)
+        return wrap(gradients(given, team, group=group, name=name, timeout=timeout))
     team = checked_place(group, team)
     checked_name(name)
     towers, flat = as_towers(tensors)
@@ -65,68 +71,26 @@ def gradients(
     return means if towers is None else in_towers(means, towers)
 
 
-@overload
-def broadcast(
-    tensors: Sequence[torch.Tensor],
-    root: int = ...,
-    *,
-    timeout: float | None = ...,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    in_place: bool = ...,
-) -> list[torch.Tensor]: ...
-
-
-@overload
-def broadcast(
-    tensors: Sequence[torch.Tensor],
-    root: int = ...,
-    *,
-    timeout: float | None = ...,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    in_place: bool = ...,
-) -> Work[list[torch.Tensor]]: ...
-
-
-@overload
-def broadcast(
-    tensors: Sequence[torch.Tensor],
-    root: int = ...,
-    *,
-    timeout: float | None = ...,
-    group: Group | None = ...,
-    async_op: bool = ...,
-    in_place: bool = ...,
-) -> list[torch.Tensor] | Work[list[torch.Tensor]]: ...
-
-
-def broadcast(
-    tensors: Sequence[torch.Tensor],
-    root: int = 0,
-    *,
-    timeout: float | None = None,
-    group: Group | None = None,
-    async_op: bool = False,
-    in_place: bool = True,
-) -> Any:
-    """Copy the values of `tensors` on rank `root` to all ranks, in place, and return the tensors.
-
-    For an expanded tensor, whose elements share memory, the result is a new tensor. Takes every dtype. `timeout` and
-    errors as in `gradients`; after an error the tensors are unchanged.
-
-    `group`: the ranks that take part; `root` is a rank of the group. `async_op`: return a `Work` of the tensors, which
-    must be contiguous, at once. `in_place=False`: return new tensors; differentiable.
-    """
-    given = _tensors(tensors)
+@made(
+    Broadcast,
+    Variant(
+        note="For an expanded tensor, whose elements share memory, the result is a new tensor. After an error the "
+        "tensors are unchanged. Differentiable with ``in_place=False``.",
+        library="torch",
+    ),
+)
+def broadcast(tensors: Any, root: int, in_place: bool, common: tuple[Any, ...]) -> Any:
+    group, name, timeout, async_op = common
+    given, wrap = _tensors_of(tensors)
+    name = call_name(name)
     _ops.refuse_tangents(given)
-    if not in_place:
-        if async_op:
-            raise ArgumentError("broadcast with async_op works in place")
-        return _collectives.broadcast_new(given, root, group, timeout)
-    if async_op:
+    if not checked_flag("in_place", in_place):
+        if not async_op:
+            return wrap(_collectives.broadcast_new(given, root, group, name, timeout))
+        given = [contiguous_copy(tensor.detach().clone()) for tensor in given]
+    if checked_flag("async_op", async_op):
         into = [tensor.detach() for tensor in given]
-        return _collectives.broadcast_into(into, root, group, timeout, True, given)
+        return _collectives.broadcast_into(into, root, group, name, timeout, True, lambda: wrap(given))
     # The op refuses tensors that are not strided.
     into = [
         tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -136,14 +100,16 @@ def broadcast(
     ]
     dense = [contiguous_copy(tensor) if tensor.layout is torch.strided else tensor for tensor in into]
     if is_of_all(group) and all(tensor.dtype in _ops.DTYPES for tensor in dense):
-        _ops.broadcast_in_place(dense, checked_root(root), "broadcast", timeout=seconds(timeout))
+        _ops.broadcast_in_place(dense, checked_root(root), name or "broadcast", timeout=seconds(timeout))
     else:
-        _collectives.broadcast_into(dense, root, group, timeout, False, dense)
+        _collectives.broadcast_into(dense, root, group, name, timeout)
     _copy_back(dense, into)
-    return [
-        copy if tensor.layout is torch.strided and overlaps(tensor) else tensor
-        for tensor, copy in zip(given, into, strict=True)
-    ]
+    return wrap(
+        [
+            copy if tensor.layout is torch.strided and overlaps(tensor) else tensor
+            for tensor, copy in zip(given, into, strict=True)
+        ]
+    )
 
 
 @overload
@@ -334,7 +300,7 @@ def _broadcast_named(named: Sequence[tuple[str, torch.Tensor]], root: int, call_
             if group is None:
                 _ops.broadcast_in_place(known, root, call_name, names)
             else:
-                _collectives.broadcast_into(known, root, group, None, False, known)
+                _collectives.broadcast_into(known, root, group)
         _copy_back(dense, tensors)
 
 
@@ -350,6 +316,18 @@ def _known(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.dtype in _ops.DTYPES:
         return tensor
     return torch.view_as_real(tensor) if tensor.dtype in _COMPLEX else tensor.reshape(-1).view(torch.uint8)
+
+
+def _tensors_of(x: Any) -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
+    """Return the tensors of an argument, and what makes a result of the same kind from tensors."""
+    if not isinstance(x, list) and is_single(x):
+        given, wrap = tensors_of(x, "tensors")
+        return _tensors(given), wrap
+    return _tensors(x), _as_it_is
+
+
+def _as_it_is(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return tensors
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -1,6 +1,4 @@
-"""Send and receive of torch tensors, as the functions of `dl_comm` for NumPy arrays.
-
-Messages of GPU tensors go through host memory.
+"""Send and receive of torch tensors. Messages of GPU tensors go through host memory.
 
 Thread rule: any thread may call every function; they wait without the GIL.
 """
@@ -13,7 +11,8 @@ import torch
 
 from dl_comm._checks import checked_flag, seconds
 from dl_comm._errors import ArgumentError
-from dl_comm._groups import Group
+from dl_comm._made import Variant, made
+from dl_comm._table import Recv, Send, SendRecv
 from dl_comm._work import Status
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import call_name, carried, checked_rank, checked_tag, place, refuse_gradients, tensors_of
@@ -23,29 +22,12 @@ _ANY = -1
 _SEND, _RECEIVE = _ops.ops.send_start.default, _ops.ops.recv_start.default
 
 
-def send(
-    x: Any,
-    dest: int,
-    tag: int = 0,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    async_op: bool = False,
-) -> Any:
-    """Send tensors to rank `dest` of the group. Not differentiable.
+_NOTE = Variant(note="Not differentiable. Messages of GPU tensors go through host memory.", library="torch")
 
-    Args:
-        x: A tensor or a list of tensors, which are one message. The host waits for the work on GPU tensors.
-        dest: The receiver.
-        tag: A number from 0 that the receiver may ask for.
-        group: As for `allreduce`.
-        name: Stands in error messages of this rank.
-        timeout: As for `allreduce`. A message that misses its deadline does not end the group.
-        async_op: Return a `Work` at once.
 
-    Short messages do not wait for the receiver; longer ones until it has them.
-    """
+@made(Send, _NOTE)
+def send(x: Any, dest: int, tag: int, common: tuple[Any, ...]) -> Any:
+    group, name, timeout, async_op = common
     checked_flag("async_op", async_op)
     tensors, _ = tensors_of(x)
     refuse_gradients(tensors, "send")
@@ -56,31 +38,9 @@ def send(
     return work if async_op else work.wait()
 
 
-def recv(
-    out: Any,
-    source: int | None = None,
-    tag: int | None = None,
-    *,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-    async_op: bool = False,
-) -> Any:
-    """Receive a message into tensors.
-
-    Args:
-        out: A contiguous tensor or a list of them. A shorter message leaves the rest as it is; a longer one is an
-            error.
-        source: The sender; None: any rank of the group.
-        tag: The tag of the message; None: any.
-        group: As for `allreduce`.
-        name: Stands in error messages of this rank.
-        timeout: As for `allreduce`. A receive that misses its deadline does not end the group.
-        async_op: Return a `Work` of the status at once. Its `wait` copies the message to GPU tensors.
-
-    Returns:
-        A `Status`: source, tag and length in bytes.
-    """
+@made(Recv, _NOTE)
+def recv(out: Any, source: int | None, tag: int | None, common: tuple[Any, ...]) -> Any:
+    group, name, timeout, async_op = common
     checked_flag("async_op", async_op)
     tensors, _ = tensors_of(out, "out")
     refuse_gradients(tensors, "recv")
@@ -126,19 +86,17 @@ def _upload(tensors: list[torch.Tensor], copies: list[torch.Tensor], received: i
                 tensor.view(-1).view(torch.uint8)[:length].copy_(copy.view(-1).view(torch.uint8)[:length])
 
 
+@made(SendRecv, _NOTE)
 def sendrecv(
     x: Any,
     dest: int,
     out: Any,
-    source: int | None = None,
-    *,
-    send_tag: int = 0,
-    recv_tag: int | None = None,
-    group: Group | None = None,
-    name: str | None = None,
-    timeout: float | None = None,
-) -> Status:
-    """Send `x` to rank `dest` and receive into `out` at the same time; see `send` and `recv`."""
+    source: int | None,
+    send_tag: int,
+    recv_tag: int | None,
+    common: tuple[Any, ...],
+) -> Any:
+    group, name, timeout = common
     # The receive must not stay behind if the send is refused.
     tensors, _ = tensors_of(x)
     refuse_gradients(tensors, "send")
@@ -148,5 +106,4 @@ def sendrecv(
     checked_tag(send_tag)
     received = recv(out, source, recv_tag, group=group, name=name, timeout=timeout, async_op=True)
     send(x, dest, send_tag, group=group, name=name, timeout=timeout)
-    status: Status = received.wait()
-    return status
+    return received.wait()
