@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "errors.h"
+#include "dl_comm/errors.h"
 
 namespace dl_comm::torch_ops {
 namespace {
@@ -20,13 +20,13 @@ DeviceStream with_current_stream(DeviceStream target) {
   if (target.device < 0) return target;
   const StreamSource streams = source();
   if (streams == nullptr) {
-    throw make_error(-3,
-                     "a tensor is on a CUDA device, but libdl_comm_torch_cuda.so is not loaded: rebuild it with this ",
-                     "torch by 'python -m dl_comm.build --force'");
+    throw Error(DL_COMM_ERROR_STATE,
+                "a tensor is on a CUDA device, but libdl_comm_torch_cuda.so is not loaded: rebuild it with this ",
+                "torch by 'python -m dl_comm.build --force'");
   }
   DeviceStream found{target.device, 0};
   if (streams(target.device, &found.stream) != 0) {
-    throw make_error(-7, "torch returned no current stream for CUDA device ", target.device);
+    throw Error(DL_COMM_ERROR_SYSTEM, "torch returned no current stream for CUDA device ", target.device);
   }
   return found;
 }

@@ -7,12 +7,9 @@
 #include <cstdint>
 #include <optional>
 
-namespace dl_comm::torch_ops {
+#include "dl_comm/request.h"
 
-struct DeviceStream {
-  int32_t device = -1;     // CUDA ordinal; -1: host memory
-  std::size_t stream = 0;  // a cudaStream_t
-};
+namespace dl_comm::torch_ops {
 
 // Stores torch's current stream of a GPU in `stream`. Returns 0 on success.
 using StreamSource = int32_t (*)(int32_t device, std::size_t* stream);
@@ -24,7 +21,7 @@ void set_stream_source(StreamSource source);
 DeviceStream with_current_stream(DeviceStream target);
 
 // The tensor's device with torch's current stream there; nullopt for a device that is neither host nor CUDA.
-// Throws std::runtime_error "dl_comm error -3: ..." for a CUDA tensor before `set_stream_source`.
+// Throws an Error (DL_COMM_ERROR_STATE) for a CUDA tensor before `set_stream_source`.
 std::optional<DeviceStream> device_stream_of(const ::torch::stable::Tensor& tensor);
 
 }  // namespace dl_comm::torch_ops

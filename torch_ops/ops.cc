@@ -36,20 +36,13 @@ constexpr int64_t kDonateTensors = 2;  // the caller gives up the tensors: the c
 // Describes an allreduce to the core. `call` must outlive the result, which points into it.
 Average describe_call(const Arguments& call, DeviceStream target, std::size_t towers, uint64_t owner, bool part,
                       bool timed) {
-  Average average;
-  average.device = target.device;
-  average.stream = target.stream;
-  average.block_host = false;
+  auto average = make_request<Average>({call.name, {}, call.labels, timed, -1, target, false});
   average.team = call.number;
   average.towers = towers;
-  average.name = {call.name.data(), call.name.size()};
-  average.tensor_names = {call.labels.data(), call.labels.size()};
   average.owner = owner;
   average.continues_step = part;
   average.return_weights = !timed;
   average.count_wait = timed;
-  average.caller_blocks = timed;
-  average.timeout = -1;
   return average;
 }
 
@@ -57,7 +50,7 @@ std::shared_ptr<Work> start_average(const Average& call, const TensorViews& view
                                     std::shared_ptr<ResultBuffer> results, std::shared_ptr<CommTimer> timer = nullptr) {
   const int32_t wait_time_team = call.count_wait ? -1 : call.team;
   auto work = std::make_shared<Work>(std::move(keep), views.device_stream(), wait_time_team, std::move(timer));
-  average(call, views.tensors(), views.shapes(), completion_of(work), std::move(results));
+  average(call, views.views(), views.shapes(), completion_of(work), std::move(results));
   return work;
 }
 
@@ -82,15 +75,10 @@ void broadcast_in_place(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const TensorViews views = in_place(call);
   const auto work = std::make_shared<Work>(call.tensors, views.device_stream(), -1);
-  Broadcast request;
-  request.device = views.device_stream().device;
-  request.stream = views.device_stream().stream;
+  const auto timeout = to<double>(stack[4]);
+  auto request = make_request<Broadcast>({call.name, {}, call.labels, true, timeout, views.device_stream(), false});
   request.root = call.number;
-  request.name = {call.name.data(), call.name.size()};
-  request.tensor_names = {call.labels.data(), call.labels.size()};
-  request.caller_blocks = true;
-  request.timeout = to<double>(stack[4]);
-  broadcast(request, views.tensors(), views.shapes(), completion_of(work));
+  broadcast(request, views.views(), views.shapes(), completion_of(work));
   work->wait();
 }
 
@@ -105,8 +93,7 @@ void average_new(StableIValue* stack, uint64_t, uint64_t) {
   for (const Tensor& tensor : call.tensors) {
     views.check_dense(tensor);
     keep.push_back(tensor.is_contiguous() ? tensor : ::torch::stable::contiguous(tensor));
-    const auto sizes = tensor.sizes();
-    results.push_back(new_result(tensor, {sizes.begin(), sizes.end()}));
+    results.push_back(new_result(tensor, extents_of(tensor)));
     if (copies) {
       ::torch::stable::copy_(results.back(), keep.back());
       views.add(results.back());

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <limits>
+#include <vector>
 
 #include "dl_comm.h"
 
@@ -27,7 +27,7 @@ FromBlob from_blob() {
   return function;
 }
 
-std::size_t bytes_of(const Tensor& like, const std::vector<int64_t>& shape) {
+std::size_t bytes_of(const Tensor& like, Extents shape) {
   std::size_t bytes = like.element_size();
   for (const int64_t extent : shape) {
     // Torch reports a length that is too large.
@@ -38,11 +38,11 @@ std::size_t bytes_of(const Tensor& like, const std::vector<int64_t>& shape) {
 
 }  // namespace
 
-Tensor new_result(const Tensor& like, const std::vector<int64_t>& shape) {
-  const auto ndim = static_cast<int64_t>(shape.size());
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (std::size_t axis = shape.size(); axis-- > 1;) {
-    strides[axis - 1] = strides[axis] * std::max<int64_t>(shape[axis], 1);
+Tensor new_result(const Tensor& like, Extents shape) {
+  const auto ndim = static_cast<int64_t>(shape.size);
+  std::vector<int64_t> strides(shape.size, 1);
+  for (std::size_t axis = shape.size; axis-- > 1;) {
+    strides[axis - 1] = strides[axis] * std::max<int64_t>(shape.data[axis], 1);
   }
   int32_t dtype = 0;
   int32_t type = 0;
@@ -54,11 +54,11 @@ Tensor new_result(const Tensor& like, const std::vector<int64_t>& shape) {
   void* const memory = like.is_cpu() && from_blob() != nullptr ? dl_comm_result_alloc(bytes_of(like, shape)) : nullptr;
   if (memory == nullptr) {
     // The op new_empty takes twice as long through the stable ABI.
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(ndim, shape.data(), strides.data(), dtype, type, index, &handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(ndim, shape.data, strides.data(), dtype, type, index, &handle));
     return Tensor(handle);
   }
   const auto release = [](void* data, void*) { dl_comm_result_free(data); };
-  const AOTITorchError error = from_blob()(memory, ndim, shape.data(), strides.data(), 0, dtype, type, index, &handle,
+  const AOTITorchError error = from_blob()(memory, ndim, shape.data, strides.data(), 0, dtype, type, index, &handle,
                                            aoti_torch_layout_strided(), nullptr, 0, release, nullptr);
   if (error != AOTI_TORCH_SUCCESS) dl_comm_result_free(memory);
   TORCH_ERROR_CODE_CHECK(error);

@@ -4,7 +4,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "errors.h"
+#include "dl_comm/errors.h"
 
 namespace dl_comm::torch_ops {
 namespace {
@@ -13,8 +13,8 @@ namespace {
 constexpr char kComparedNames = '\x1f';
 
 // Line `index` of `labels`; empty if there are fewer lines.
-std::string line(const std::string& labels, std::size_t index) {
-  std::istringstream lines(labels.substr(0, labels.find(kComparedNames)));
+std::string line(std::string_view labels, std::size_t index) {
+  std::istringstream lines(std::string(labels.substr(0, labels.find(kComparedNames))));
   std::string text;
   for (std::size_t i = 0; i <= index; ++i) {
     if (!std::getline(lines, text)) return "";
@@ -53,57 +53,41 @@ std::string type_name(const Tensor& tensor) {
   }
 }
 
-TensorViews::TensorViews(std::size_t count, const std::string& labels) : labels_(labels) {
-  tensors_.reserve(count + 1);  // rust::Slice must not hold a null pointer, even when empty
-  shapes_.reserve(4 * count + 1);
-}
-
 void TensorViews::check_dense(const Tensor& tensor) {
-  if (!tensor.defined()) throw make_error(-1, name(), " is undefined");
+  if (!tensor.defined()) throw Error(DL_COMM_ERROR_INVALID, name(), " is undefined");
   const auto found = device_stream_of(tensor);
-  if (!found) throw make_error(-1, name(), " is neither in host memory nor on a CUDA device");
+  if (!found) throw Error(DL_COMM_ERROR_INVALID, name(), " is neither in host memory nor on a CUDA device");
   if (has_device_ && found->device != device_stream_.device) {
-    throw make_error(-1, name(), " is on another device than the tensors before it: use a separate call");
+    throw Error(DL_COMM_ERROR_INVALID, name(), " is on another device than the tensors before it: use a separate call");
   }
   device_stream_ = *found;
   has_device_ = true;
   int32_t layout = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
-  if (layout != aoti_torch_layout_strided()) throw make_error(-1, name(), " is not dense: call .to_dense() first");
+  if (layout != aoti_torch_layout_strided())
+    throw Error(DL_COMM_ERROR_INVALID, name(), " is not dense: call .to_dense() first");
 }
 
 void TensorViews::add(const Tensor& tensor) {
-  if (!tensor.is_contiguous()) throw make_error(-1, name(), " is not contiguous: call .contiguous() first");
+  if (!tensor.is_contiguous())
+    throw Error(DL_COMM_ERROR_INVALID, name(), " is not contiguous: call .contiguous() first");
   add(tensor, tensor);
 }
 
 void TensorViews::add(const Tensor& source, const Tensor& target) {
   const auto dtype = element_type(source);
-  if (!dtype || *dtype > ElementType::Bool)
-    throw make_error(-2, name(), " has an element type that dl_comm does not support: ", type_name(source));
-  const auto shape = source.sizes();
-  tensors_.push_back(TensorView{reinterpret_cast<std::size_t>(source.const_data_ptr()),
-                                reinterpret_cast<std::size_t>(target.mutable_data_ptr()),
-                                static_cast<std::size_t>(source.numel()), *dtype, shape.size()});
-  shapes_.insert(shapes_.end(), shape.begin(), shape.end());
+  if (!dtype || *dtype > ElementType::Bool) refuse_type(name(), type_name(source));
+  ViewList::add(source.const_data_ptr(), target.mutable_data_ptr(), *dtype, extents_of(source));
 }
 
-void TensorViews::add_block(const Tensor& described, const void* source, void* target, std::size_t length,
-                            const std::vector<int64_t>& shape) {
+void TensorViews::add_block(const Tensor& described, const void* source, void* target, Extents block) {
   const auto dtype = element_type(described);
-  if (!dtype)
-    throw make_error(-2, name(), " has an element type that dl_comm does not support: ", type_name(described));
-  tensors_.push_back(TensorView{reinterpret_cast<std::size_t>(source), reinterpret_cast<std::size_t>(target), length,
-                                *dtype, shape.size()});
-  shapes_.insert(shapes_.end(), shape.begin(), shape.end());
+  if (!dtype) refuse_type(name(), type_name(described));
+  ViewList::add(source, target, *dtype, block);
 }
-
-rust::Slice<const TensorView> TensorViews::tensors() const { return {tensors_.data(), tensors_.size()}; }
-
-rust::Slice<const int64_t> TensorViews::shapes() const { return {shapes_.data(), shapes_.size()}; }
 
 std::string TensorViews::name() const {
-  const std::size_t index = tensors_.size();
+  const std::size_t index = size();
   const std::string label = line(labels_, index);
   return "tensor " + std::to_string(index) + (label.empty() ? "" : " ('" + label + "')");
 }

@@ -6,10 +6,10 @@
 #include <cstddef>
 #include <optional>
 #include <string>
-#include <vector>
+#include <string_view>
 
 #include "device_stream.h"
-#include "dl_comm_core/src/ffi.rs.h"
+#include "dl_comm/request.h"
 
 namespace dl_comm::torch_ops {
 
@@ -18,35 +18,34 @@ using ::torch::stable::Tensor;
 // The tensor's element type; nullopt for those that the core lacks.
 std::optional<ElementType> element_type(const Tensor& tensor);
 
+// The shape of a tensor, which the tensor keeps.
+inline Extents extents_of(const Tensor& tensor) { return tensor.sizes(); }
+
 // torch's name of the element type.
 std::string type_name(const Tensor& tensor);
 
 // A list of tensors in the core's format. It borrows the tensors' memory: the caller keeps the tensors alive.
 //
 // Thread rule: one thread at a time.
-class TensorViews {
+class TensorViews : public ViewList {
  public:
-  // `labels`: the tensors' names for error messages, one per line, or empty. Must outlive this object.
-  TensorViews(std::size_t count, const std::string& labels);
+  // `labels`: the tensors' names for error messages, one per line, or empty. The caller keeps the text.
+  explicit TensorViews(std::size_t count, std::string_view labels = {}) : ViewList(count), labels_(labels) {}
+  TensorViews(std::size_t count, std::string&& labels) = delete;
 
-  // Checks a tensor before it is added. Throws std::runtime_error "dl_comm error -1: ..." unless the tensor is dense
-  // and on the device of the tensors before it: the host or a CUDA GPU.
+  // Checks a tensor before it is added. Throws an Error unless the tensor is dense and on the device of the tensors
+  // before it: the host or a CUDA GPU.
   void check_dense(const Tensor& tensor);
 
   // Adds a dense tensor that the call reads and writes in place.
-  // Throws std::runtime_error (error -1: not contiguous; -2: not an element type of the plugin).
+  // Throws an Error if it is not contiguous or its element type is not one of the plugin.
   void add(const Tensor& tensor);
 
   // Adds a contiguous tensor to read and the contiguous tensor for its result.
   void add(const Tensor& source, const Tensor& target);
 
-  // Adds a tensor of a collective: blocks of `length` elements and of a shape, of the type of `described`, at these
-  // addresses.
-  void add_block(const Tensor& described, const void* source, void* target, std::size_t length,
-                 const std::vector<int64_t>& shape);
-
-  rust::Slice<const TensorView> tensors() const;
-  rust::Slice<const int64_t> shapes() const;
+  // Adds a tensor of a collective: blocks of this shape, of the type of `described`, at these addresses.
+  void add_block(const Tensor& described, const void* source, void* target, Extents block);
 
   // The tensors' device and torch's current stream there.
   DeviceStream device_stream() const { return device_stream_; }
@@ -54,9 +53,7 @@ class TensorViews {
  private:
   std::string name() const;
 
-  const std::string& labels_;
-  std::vector<TensorView> tensors_;
-  std::vector<int64_t> shapes_;
+  const std::string_view labels_;
   DeviceStream device_stream_;
   bool has_device_ = false;
 };

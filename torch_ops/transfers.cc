@@ -31,21 +31,22 @@ void start(StableIValue* stack, uint64_t, uint64_t) {
   transfer.sends = kSends;
   transfer.peer = take_number(stack[2]);
   transfer.tag = take_number(stack[3]);
-  transfer.name = {name.data(), name.size()};
+  transfer.name = name;
   transfer.timeout = to<double>(stack[5]);
-  const std::string no_labels;
-  TensorViews views(tensors.size(), no_labels);
+  TensorViews views(tensors.size());
   Tensors keep;
   for (const Tensor& tensor : tensors) {
     views.check_dense(tensor);
-    if (!tensor.is_cpu()) throw make_error(-1, "send and receive take tensors in host memory; call .cpu() first");
+    if (!tensor.is_cpu())
+      throw Error(DL_COMM_ERROR_INVALID, "send and receive take tensors in host memory; call .cpu() first");
     keep.push_back(kSends && !tensor.is_contiguous() ? ::torch::stable::contiguous(tensor) : tensor);
-    if (!keep.back().is_contiguous()) throw make_error(-1, "out is not contiguous: receive into a contiguous tensor");
+    if (!keep.back().is_contiguous())
+      throw Error(DL_COMM_ERROR_INVALID, "out is not contiguous: receive into a contiguous tensor");
     void* const data = keep.back().mutable_data_ptr();
-    views.add_block(tensor, data, data, static_cast<std::size_t>(tensor.numel()), {});
+    views.add_block(tensor, data, data, extents_of(tensor));
   }
   const auto work = std::make_shared<Work>(std::move(keep), views.device_stream(), -1);
-  start_transfer(transfer, views.tensors(), completion_of(work));
+  start_transfer(transfer, views.views(), completion_of(work));
   stack[0] = from(register_work(work));
 }
 

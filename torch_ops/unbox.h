@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "errors.h"
+#include "dl_comm/errors.h"
 
 namespace dl_comm::torch_ops {
 
@@ -25,10 +25,12 @@ inline std::string take_string(StableIValue value) {
   return result;
 }
 
-// Returns a team or a rank. Throws std::runtime_error for a number that does not fit into int32_t.
+// Returns a team or a rank. Throws an Error for a number that does not fit into int32_t.
 inline int32_t take_number(StableIValue value) {
   const auto number = ::torch::stable::detail::to<int64_t>(value);
-  if (number != static_cast<int32_t>(number)) throw make_error(-1, number, " is neither a team nor a rank");
+  if (number != static_cast<int32_t>(number)) {
+    throw Error(DL_COMM_ERROR_INVALID, number, " is neither a team nor a rank");
+  }
   return static_cast<int32_t>(number);
 }
 

@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "errors.h"
+#include "dl_comm/errors.h"
 
 namespace dl_comm::torch_ops {
 namespace {
@@ -55,7 +55,7 @@ std::vector<std::shared_ptr<Work>> take_finished(Registry& all) {
 
 auto find(Registry& all, int64_t number) {
   const auto found = all.open.find(number);
-  if (found == all.open.end()) throw make_error(-1, "no call with number ", number, " is in flight");
+  if (found == all.open.end()) throw Error(DL_COMM_ERROR_INVALID, "no call with number ", number, " is in flight");
   return found;
 }
 
@@ -67,11 +67,6 @@ std::shared_ptr<Work> take(Registry& all, int64_t number) {
 }
 
 }  // namespace
-
-std::size_t TensorResults::owner_type() const noexcept {
-  static const char mark = 0;  // one address for this library
-  return reinterpret_cast<std::size_t>(&mark);
-}
 
 void TensorResults::set_weights(double own, double here) const noexcept {
   own_share = own;
@@ -155,17 +150,17 @@ Outcome Work::wait() {
   }
   const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - since;
   if (wait_time_team_ >= 0) add_waited(wait_time_team_, waited.count());
-  if (code_ != 0) throw make_error(code_, message_);
+  if (code_ != 0) throw Error(code_, message_);
   // The call's stream is ordered after the result; the current stream may be another one.
   if (device_stream_.device >= 0) {
     try {
       order(device_stream_.device, device_stream_.stream, with_current_stream(device_stream_).stream);
     } catch (const rust::Error& error) {
-      throw make_error(-7, error.what());
+      throw Error(DL_COMM_ERROR_SYSTEM, error.what());
     }
   }
   if (!results) return {};
-  auto& produced = static_cast<TensorResults&>(*results);  // `kind` excludes other libraries' results
+  auto& produced = static_cast<TensorResults&>(*results);  // `owner_type` excludes other libraries' results
   return {std::move(produced.tensors), produced.own_share, produced.share};
 }
 

@@ -13,7 +13,6 @@
 
 #include "comm_timer.h"
 #include "device_stream.h"
-#include "dl_comm_core/src/ffi.rs.h"
 
 namespace dl_comm::torch_ops {
 
@@ -23,7 +22,6 @@ class TensorResults final : public ResultBuffer {
   TensorResults(std::vector<::torch::stable::Tensor> tensors, DeviceStream device_stream)
       : tensors(std::move(tensors)), device_stream(device_stream) {}
 
-  std::size_t owner_type() const noexcept override;
   void set_weights(double own, double here) const noexcept override;
   std::shared_ptr<ResultBuffer> zeros_like(rust::Vec<std::size_t>& addresses) const noexcept override;
 
@@ -77,7 +75,7 @@ class Work {
   bool wait_for(double seconds);
 
   // Blocks until the call completes. On a GPU: until torch's current stream is ordered after the result.
-  // Throws std::runtime_error "dl_comm error <code>: <message>" if the call failed.
+  // Throws the call's Error if it failed.
   Outcome wait();
 
  private:
@@ -100,10 +98,10 @@ std::unique_ptr<Completion> completion_of(std::shared_ptr<Work> work);
 // Returns a number (from 1) for Python to hold. Also frees detached works whose calls have completed.
 int64_t register_work(std::shared_ptr<Work> work);
 
-// The work with this number, which stays in the registry. Throws std::runtime_error if there is none.
+// The work with this number, which stays in the registry. Throws an Error if there is none.
 std::shared_ptr<Work> find_work(int64_t number);
 
-// Removes the work with this number from the registry. Throws std::runtime_error if there is none.
+// Removes the work with this number from the registry. Throws an Error if there is none.
 std::shared_ptr<Work> take_work(int64_t number);
 
 // Removes this work from the registry without a wait; its tensors stay alive until its call completes.

@@ -18,8 +18,11 @@ class ResultBuffer {
  public:
   virtual ~ResultBuffer() = default;
 
-  // Identifies the op library: one library cannot use the results of another.
-  virtual std::size_t owner_type() const noexcept = 0;
+  // Identifies the op library: one library cannot use the results of another. Hidden, so that each has its own `mark`.
+  __attribute__((visibility("hidden"))) virtual std::size_t owner_type() const noexcept {
+    static const char mark = 0;
+    return reinterpret_cast<std::size_t>(&mark);
+  }
 
   // Sets the weights of the call's own mean (in the call's tensors) and of the mean in these tensors, for a caller that
   // adds them itself. Called before the results are returned.
