@@ -13,9 +13,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "dl_comm.h"
+#include "dl_comm/codes.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tf_ops/kernel.h"
@@ -54,7 +52,8 @@ absl::Status like_inputs_but_rows(InferenceContext* context) {
   absl::Status status = context->GetAttr("settings", &text);
   if (!status.ok()) return status;
   const int32_t collective = std::atoi(text.c_str());  // the first of the numbers
-  const bool joins = collective == DL_COMM_ALLGATHER || collective == DL_COMM_GATHER;
+  const CollectiveKind* const kind = find_collective(collective);
+  const bool joins = kind != nullptr && kind->joins();
   if (collective == DL_COMM_ALLTOALL && context->num_inputs() == context->num_outputs()) return like_inputs(context);
   for (int i = 0; i < context->num_outputs(); ++i) {
     ShapeHandle shape = context->input(i);
@@ -148,8 +147,6 @@ std::optional<GroupInfo> find_group(int64_t group) {
   }
 }
 
-absl::Status invalid(absl::string_view message) { return to_status(DL_COMM_ERROR_INVALID, message); }
-
 // Runs a DlCommCollective.
 class GroupKernel : public CollectiveKernel {
  public:
@@ -159,7 +156,7 @@ class GroupKernel : public CollectiveKernel {
   }
 
  protected:
-  absl::Status prepare(OpKernelContext* context, bool on_host, TensorList& list,
+  absl::Status prepare(OpKernelContext* context, bool on_host, ViewList& list,
                        std::vector<Tensor>& outputs) const override {
     if (collective_ != DL_COMM_REDUCE) return CollectiveKernel::prepare(context, on_host, list, outputs);
     const std::optional<GroupInfo> group = find_group(group_);
@@ -170,33 +167,24 @@ class GroupKernel : public CollectiveKernel {
       absl::Status status = new_result(context, on_host, input.dtype(), input.shape(), outputs[i]);
       if (!status.ok()) return status;
       status = fill_with_zeros(context, outputs[i]);
-      if (status.ok()) status = list.add(input, outputs[i]);
       if (!status.ok()) return status;
+      add(list, input, outputs[i]);
     }
     return absl::OkStatus();
   }
 
-  void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
+  void submit(const DeviceStream& target, rust::Str instance, const ViewList& list,
               std::unique_ptr<Completion> completion, std::shared_ptr<ResultBuffer>) override {
-    Collective call;
+    auto call = make_request<Collective>(options(target, call_name_, instance));
     call.group = static_cast<std::uint64_t>(group_);
     call.collective = collective_;
     call.reduce = reduce_;
     call.root = root_;
     call.prescale = prescale_;
     call.postscale = postscale_;
-    call.send_counts = {list.send_counts.data(), list.send_counts.size()};
-    call.receive_counts = {list.receive_counts.data(), list.receive_counts.size()};
-    call.name = {call_name_.data(), call_name_.size()};
-    call.instance_id = instance;
-    call.tensor_names = {labels_.data(), labels_.size()};
-    call.caller_blocks = caller_blocks_ && target.device < 0;
-    call.timeout = timeout_;
-    call.device = target.device;
-    call.stream = target.stream;
-    call.block_host = true;
-    start_collective(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
-                     std::move(completion));
+    call.send_counts = list.send_counts();
+    call.receive_counts = list.receive_counts();
+    start_collective(call, list.views(), list.shapes(), std::move(completion));
   }
 
   int32_t collective_ = 0;
@@ -207,13 +195,6 @@ class GroupKernel : public CollectiveKernel {
   int32_t reduce_ = 0;
   double prescale_ = 1;
   double postscale_ = 1;
-  bool caller_blocks_ = false;
-};
-
-// The rows of a result, and of what a rank contributes or receives.
-struct Rows {
-  int64_t written = 0;
-  int64_t block = 0;
 };
 
 // Runs a DlCommBlockCollective.
@@ -222,85 +203,37 @@ class BlockKernel : public GroupKernel {
   using GroupKernel::GroupKernel;
 
  protected:
-  absl::Status prepare(OpKernelContext* context, bool on_host, TensorList& list,
+  absl::Status prepare(OpKernelContext* context, bool on_host, ViewList& list,
                        std::vector<Tensor>& outputs) const override {
     const std::optional<GroupInfo> group = find_group(group_);
-    if (!group) return absl::OkStatus();
-    std::vector<std::vector<int64_t>> counts;
-    for (int i = context->num_outputs(); i < context->num_inputs(); ++i) {
-      const Tensor& given = context->input(i);
-      if (given.dims() != 1 || given.NumElements() != group->size) {
-        return invalid(absl::StrCat("counts of the shape ", given.shape().DebugString(), " (expected ", group->size,
-                                    " extents, one for each rank)"));
-      }
-      const auto values = given.vec<int64_t>();
-      counts.emplace_back(values.data(), values.data() + group->size);
-    }
-    if (!counts.empty() && context->num_outputs() != 1) {
-      return invalid(absl::StrCat("blocks of different lengths need one tensor, not ", context->num_outputs()));
-    }
-    for (int i = 0; i < context->num_outputs(); ++i) {
+    const CollectiveKind* const kind = find_collective(collective_);
+    if (!group || kind == nullptr) return absl::OkStatus();  // the core reports why when the call is submitted
+    const auto counts = [context, &group](int index) {
+      if (index >= context->num_inputs()) return Extents();
+      const Tensor& given = context->input(index);
+      const Extents values(given.flat<int64_t>().data(), static_cast<std::size_t>(given.NumElements()));
+      if (given.dims() != 1)
+        throw Error(DL_COMM_ERROR_INVALID, "invalid counts: ", values, " with ", given.dims(), " axes");
+      sum_of_counts(values, group->size);  // refuses none, too
+      return values;
+    };
+    const int count = context->num_outputs();
+    const BlockCall blocks{*kind, group->rank, group->size, root_, counts(count), counts(count + 1)};
+    blocks.check_counts(count);
+    for (int i = 0; i < count; ++i) {
       const Tensor& input = context->input(i);
       TensorShape shape = input.shape();
-      if (shape.dims() == 0 && joins()) shape.AddDim(1);
-      Rows rows;
-      absl::Status status = rows_of(shape, i, *group, counts, rows);
-      if (!status.ok()) return status;
-      TensorShape result = shape;
-      status = result.SetDimWithStatus(0, rows.written);
-      if (status.ok()) status = new_result(context, on_host, input.dtype(), result, outputs[i]);
+      const auto extents = shape.dim_sizes();
+      const Rows rows = blocks.rows(extents, i);
+      if (shape.dims() == 0) shape.AddDim(1);
       TensorShape block = shape;
+      absl::Status status = shape.SetDimWithStatus(0, blocks.writes() ? rows.result : 0);
       if (status.ok()) status = block.SetDimWithStatus(0, rows.block);
-      if (status.ok()) status = list.add(input, outputs[i], block);
+      if (status.ok()) status = new_result(context, on_host, input.dtype(), shape, outputs[i]);
       if (!status.ok()) return status;
-      shape.RemoveDim(0);
-      for (std::size_t which = 0; which < counts.size(); ++which) {
-        std::vector<size_t>& elements = which == 0 ? list.send_counts : list.receive_counts;
-        for (const int64_t count : counts[which]) elements.push_back(static_cast<size_t>(count * shape.num_elements()));
-      }
+      add(list, input, outputs[i], block.dim_sizes());
+      list.set_counts(blocks, extents);
     }
-    return absl::OkStatus();
-  }
-
- private:
-  // Whether the blocks of all ranks are joined, instead of a tensor being cut.
-  bool joins() const { return collective_ == DL_COMM_ALLGATHER || collective_ == DL_COMM_GATHER; }
-
-  absl::Status rows_of(const TensorShape& shape, int index, const GroupInfo& group,
-                       const std::vector<std::vector<int64_t>>& counts, Rows& rows) const {
-    std::vector<int64_t> totals;
-    for (const std::vector<int64_t>& list : counts) {
-      int64_t total = 0;
-      for (const int64_t count : list) {
-        if (count < 0 || __builtin_add_overflow(total, count, &total)) {
-          return invalid(absl::StrCat("invalid counts: ", absl::StrJoin(list, ", ")));
-        }
-      }
-      totals.push_back(total);
-    }
-    if (shape.dims() == 0) return invalid(absl::StrCat("tensor ", index, " is a scalar; it has no first axis to cut"));
-    const int64_t given = shape.dim_size(0);
-    const auto mismatch = [&](int64_t wanted) {
-      return invalid(absl::StrCat("tensor ", index, " has the shape ", shape.DebugString(), "; the counts ask for ",
-                                  wanted, " rows"));
-    };
-    const bool is_root = group.rank == root_;
-    if (joins()) {
-      if (!counts.empty() && counts[0][group.rank] != given) return mismatch(counts[0][group.rank]);
-      rows.block = given;
-      rows.written = counts.empty() ? given * group.size : totals[0];
-      if (collective_ == DL_COMM_GATHER && !is_root) rows.written = 0;
-      return absl::OkStatus();
-    }
-    if (counts.empty() && given % group.size != 0) {
-      return invalid(absl::StrCat("tensor ", index, " has the shape ", shape.DebugString(),
-                                  "; its first axis must be a multiple of the ", group.size, " ranks"));
-    }
-    const bool reads = collective_ != DL_COMM_SCATTER || is_root;
-    if (!counts.empty() && reads && given != totals[0]) return mismatch(totals[0]);
-    rows.block = counts.empty() ? given / group.size : counts[0][group.rank];
-    rows.written = rows.block;
-    if (collective_ == DL_COMM_ALLTOALL) rows.written = counts.empty() ? given : totals[1];
     return absl::OkStatus();
   }
 };

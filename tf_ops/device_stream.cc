@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "tensorflow/core/framework/device_base.h"
 #include "tensorflow/core/public/version.h"
+#include "tf_ops/convert.h"
 #include "xla/stream_executor/stream.h"
 
 namespace dl_comm {
@@ -22,7 +23,7 @@ stream_executor::Stream* stream_of(tensorflow::OpKernelContext* context) {
 absl::Status fill(stream_executor::Stream& stream, void* memory, std::size_t bytes) {
   stream_executor::DeviceMemoryBase area(memory, bytes);
   stream.ThenMemZero(&area, bytes);
-  if (!stream.ok()) return absl::InternalError("dl_comm error -9: the device's compute stream has failed");
+  if (!stream.ok()) return to_status(DL_COMM_ERROR_INTERNAL, "the device's compute stream has failed");
   return absl::OkStatus();
 }
 #else
@@ -44,7 +45,7 @@ absl::Status fill(stream_executor::Stream& stream, void* memory, std::size_t byt
 absl::Status fill_with_zeros_on_device(tensorflow::OpKernelContext* context, void* memory, std::size_t bytes) {
   if (bytes == 0) return absl::OkStatus();
   stream_executor::Stream* const stream = stream_of(context);
-  if (stream == nullptr) return absl::InternalError("dl_comm error -9: the device has no compute stream");
+  if (stream == nullptr) return to_status(DL_COMM_ERROR_INTERNAL, "the device has no compute stream");
   return fill(*stream, memory, bytes);
 }
 
@@ -54,8 +55,7 @@ absl::Status device_stream_of_kernel(tensorflow::OpKernelContext* context, Devic
   void* handle = stream != nullptr ? stream->platform_specific_handle().stream : nullptr;
   // A null handle would be CUDA's default stream, which TensorFlow does not use.
   if (info == nullptr || info->gpu_id < 0 || handle == nullptr) {
-    return absl::InternalError(
-        absl::StrCat("dl_comm error -9: ", context->device()->name(), " has no CUDA compute stream"));
+    return to_status(DL_COMM_ERROR_INTERNAL, absl::StrCat(context->device()->name(), " has no CUDA compute stream"));
   }
   target.device = info->gpu_id;
   target.stream = reinterpret_cast<std::size_t>(handle);

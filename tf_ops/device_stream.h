@@ -4,18 +4,12 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 
 #include "absl/status/status.h"
+#include "dl_comm/request.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace dl_comm {
-
-// The device of one call's tensors.
-struct DeviceStream {
-  int32_t device = -1;     // CUDA driver ordinal in this process; negative: host memory
-  std::size_t stream = 0;  // the cudaStream_t that produces the inputs and consumes the results
-};
 
 // Sets `target` to the kernel's GPU and TensorFlow's compute stream there. TensorFlow enqueues the computation of the
 // inputs before it calls the kernel, and the use of the results after the kernel is done. TensorFlow owns the stream,

@@ -33,11 +33,6 @@ using tensorflow::OpKernelContext;
 // The result memory of one kernel run.
 class TensorResults final : public ResultBuffer {
  public:
-  std::size_t owner_type() const noexcept override {
-    static const char mark = 0;  // one address for this library
-    return reinterpret_cast<std::size_t>(&mark);
-  }
-
   void set_weights(double, double) const noexcept override {
   }  // only for separate calls, which these kernels do not make
 
@@ -115,7 +110,7 @@ inline absl::Status new_result(OpKernelContext* context, bool on_host, tensorflo
   return absl::OkStatus();
 }
 
-// The common part: the conversion of a context to a `TensorList`. Constructors of kernels read the settings.
+// The common part: the conversion of a context to a `ViewList`. Constructors of kernels read the settings.
 class CollectiveKernel : public AsyncOpKernel {
  public:
   using AsyncOpKernel::AsyncOpKernel;
@@ -124,15 +119,14 @@ class CollectiveKernel : public AsyncOpKernel {
     DeviceStream target;
     OP_REQUIRES_OK_ASYNC(context, device_stream(context, target), done);
     const bool on_host = target.device < 0;
-    TensorList list(context->num_outputs());
+    ViewList list(context->num_outputs());
     auto results = std::make_shared<TensorResults>();
     results->outputs.resize(context->num_outputs());
-    OP_REQUIRES_OK_ASYNC(context, prepare(context, on_host, list, results->outputs), done);
+    OP_REQUIRES_OK_ASYNC(context, status_of([&] { return prepare(context, on_host, list, results->outputs); }), done);
     const std::string instance = iteration(context->frame_iter());
     auto completion = std::make_unique<KernelCompletion>(context, std::move(done), results);
     // The core combines results of several calls in host memory only; it refuses GPU calls that would need it.
-    submit(target, {instance.data(), instance.size()}, list, std::move(completion),
-           on_host ? std::move(results) : nullptr);
+    submit(target, instance, list, std::move(completion), on_host ? std::move(results) : nullptr);
   }
 
  protected:
@@ -145,8 +139,8 @@ class CollectiveKernel : public AsyncOpKernel {
   // Sets `target` to the tensors' device; the default is host memory.
   virtual absl::Status device_stream(OpKernelContext*, DeviceStream&) const { return absl::OkStatus(); }
 
-  // Allocates the outputs and adds all tensors to `list`; here, outputs like the inputs.
-  virtual absl::Status prepare(OpKernelContext* context, bool on_host, TensorList& list,
+  // Allocates the outputs and adds all tensors to `list`; here, outputs like the inputs. May throw an Error.
+  virtual absl::Status prepare(OpKernelContext* context, bool on_host, ViewList& list,
                                std::vector<tensorflow::Tensor>& outputs) const {
     // On a GPU the core refuses calls that return early, so no copies are needed.
     const bool copies = on_host && needs_copies();
@@ -163,22 +157,28 @@ class CollectiveKernel : public AsyncOpKernel {
         if (!allocated.ok()) return allocated;
       }
       if (copies && input.data() != output.data()) std::memcpy(output.data(), input.data(), input.TotalBytes());
-      const absl::Status added = list.add(copies ? output : input, output);
-      if (!added.ok()) return added;
+      add(list, copies ? output : input, output);
     }
     return absl::OkStatus();
   }
 
   // Passes the call to the core, which copies the strings, and returns without waiting. `this` may be destroyed then.
-  virtual void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
+  virtual void submit(const DeviceStream& target, rust::Str instance, const ViewList& list,
                       std::unique_ptr<Completion> completion, std::shared_ptr<ResultBuffer> results) = 0;
 
   // Whether the call may return before the core has read the inputs: reference variables and fed arrays may change by
   // then.
   virtual bool needs_copies() const { return false; }
 
+  // The options of a call of this kernel. They refer to `name` and to this object.
+  CallOptions options(const DeviceStream& target, const std::string& name, rust::Str instance) const {
+    // The host waits for a GPU, so that the stream continues with backward.
+    return {name, instance, labels_, caller_blocks_ && target.device < 0, timeout_, target, true};
+  }
+
   std::string call_name_;
   std::string labels_;
+  bool caller_blocks_ = false;
   double timeout_ = -1;
 };
 

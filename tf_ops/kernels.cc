@@ -21,25 +21,16 @@ class GradientsKernel : public CollectiveKernel {
  protected:
   bool needs_copies() const override { return may_return_early(team_, static_cast<std::uint64_t>(owner_)); }
 
-  void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
+  void submit(const DeviceStream& target, rust::Str instance, const ViewList& list,
               std::unique_ptr<Completion> completion, std::shared_ptr<ResultBuffer> results) override {
-    Average call;
+    auto call = make_request<Average>(options(target, call_name_, instance));
     call.team = team_;
     call.towers = static_cast<std::size_t>(towers_);
-    call.name = {call_name_.data(), call_name_.size()};
-    call.instance_id = instance;
-    call.tensor_names = {labels_.data(), labels_.size()};
     call.owner = static_cast<std::uint64_t>(owner_);
     call.continues_step = part_;
     call.return_weights = false;
     call.count_wait = timed_;
-    call.caller_blocks = caller_blocks_ && target.device < 0;
-    call.timeout = timeout_;
-    call.device = target.device;
-    call.stream = target.stream;
-    call.block_host = true;  // the host waits, so that the stream continues with backward
-    average(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
-            std::move(completion), std::move(results));
+    average(call, list.views(), list.shapes(), std::move(completion), std::move(results));
   }
 
  private:
@@ -48,7 +39,6 @@ class GradientsKernel : public CollectiveKernel {
   int64_t owner_ = 0;
   bool part_ = false;
   bool timed_ = true;
-  bool caller_blocks_ = false;
 };
 
 class BroadcastKernel : public CollectiveKernel {
@@ -58,25 +48,16 @@ class BroadcastKernel : public CollectiveKernel {
   }
 
  protected:
-  void submit(const DeviceStream& target, rust::Str instance, const TensorList& list,
+  void submit(const DeviceStream& target, rust::Str instance, const ViewList& list,
               std::unique_ptr<Completion> completion, std::shared_ptr<ResultBuffer>) override {
     const std::string name = call_name_ + std::string(instance);
-    Broadcast call;
+    auto call = make_request<Broadcast>(options(target, name, {}));
     call.root = root_;
-    call.name = {name.data(), name.size()};
-    call.tensor_names = {labels_.data(), labels_.size()};
-    call.caller_blocks = caller_blocks_ && target.device < 0;
-    call.timeout = timeout_;
-    call.device = target.device;
-    call.stream = target.stream;
-    call.block_host = true;
-    broadcast(call, {list.views.data(), list.views.size()}, {list.shapes.data(), list.shapes.size()},
-              std::move(completion));
+    broadcast(call, list.views(), list.shapes(), std::move(completion));
   }
 
  private:
   int32_t root_ = 0;
-  bool caller_blocks_ = false;
 };
 
 class CoreIdKernel final : public OpKernel {

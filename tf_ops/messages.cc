@@ -131,23 +131,26 @@ class MessageKernel final : public AsyncOpKernel {
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     const int received = context->num_outputs() - 3;
     const int sent = context->num_inputs() - received;
-    OP_REQUIRES_ASYNC(context, sent + received > 0, to_status(-1, "a message needs at least one tensor"), done);
+    OP_REQUIRES_ASYNC(context, sent + received > 0,
+                      to_status(DL_COMM_ERROR_INVALID, "a message needs at least one tensor"), done);
     auto exchange = std::make_shared<Exchange>();
     exchange->received.resize(received);
-    TensorList sources(sent);
-    TensorList destinations(received);
-    for (int i = 0; i < sent; ++i) {
-      const Tensor& input = context->input(i);
-      OP_REQUIRES_OK_ASYNC(context, sources.add(input, input), done);
-    }
-    for (int i = 0; i < received; ++i) {
-      const Tensor& like = context->input(sent + i);
-      Tensor& output = exchange->received[i];
-      OP_REQUIRES_OK_ASYNC(context, context->allocate_temp(like.dtype(), like.shape(), &output), done);
-      // A message may be shorter.
-      if (like.TotalBytes() > 0) std::memcpy(output.data(), like.data(), like.TotalBytes());
-      OP_REQUIRES_OK_ASYNC(context, destinations.add(output, output), done);
-    }
+    ViewList sources(sent);
+    ViewList destinations(received);
+    const auto prepare = [&] {
+      for (int i = 0; i < sent; ++i) add(sources, context->input(i), context->input(i));
+      for (int i = 0; i < received; ++i) {
+        const Tensor& like = context->input(sent + i);
+        Tensor& output = exchange->received[i];
+        const absl::Status allocated = context->allocate_temp(like.dtype(), like.shape(), &output);
+        if (!allocated.ok()) return allocated;
+        // A message may be shorter.
+        if (like.TotalBytes() > 0) std::memcpy(output.data(), like.data(), like.TotalBytes());
+        add(destinations, output, output);
+      }
+      return absl::OkStatus();
+    };
+    OP_REQUIRES_OK_ASYNC(context, status_of(prepare), done);
     exchange->context = context;
     exchange->done = std::move(done);
     exchange->pending = (sent > 0) + (received > 0);
@@ -156,12 +159,10 @@ class MessageKernel final : public AsyncOpKernel {
     Transfer receive = transfer(false, source_, receive_tag_, name);
     Transfer send = transfer(true, destination_, send_tag_, name);
     if (received > 0) {
-      start_transfer(receive, {destinations.views.data(), destinations.views.size()},
-                     std::make_unique<TransferCompletion>(exchange, false));
+      start_transfer(receive, destinations.views(), std::make_unique<TransferCompletion>(exchange, false));
     }
     if (sent > 0) {
-      start_transfer(send, {sources.views.data(), sources.views.size()},
-                     std::make_unique<TransferCompletion>(exchange, true));
+      start_transfer(send, sources.views(), std::make_unique<TransferCompletion>(exchange, true));
     }
   }
 
@@ -172,7 +173,7 @@ class MessageKernel final : public AsyncOpKernel {
     call.sends = sends;
     call.peer = peer;
     call.tag = tag;
-    call.name = {name.data(), name.size()};
+    call.name = name;
     call.timeout = timeout_;
     return call;
   }
