@@ -5,7 +5,10 @@
 // Pure functions, callable from any thread.
 #pragma once
 
+#include <charconv>
+#include <cstdint>
 #include <string>
+#include <system_error>
 #include <type_traits>
 #include <vector>
 
@@ -20,8 +23,7 @@
 
 namespace dl_comm {
 
-// Reads the settings of an op into its name, labels and numbers. They are float64 on the way, so an integer must be
-// below 2^53.
+// Reads the settings of an op into its name, labels and numbers.
 template <class Context, class... Numbers>
 absl::Status read_settings(Context* context, std::string& name, std::string& labels, Numbers&... numbers) {
   std::string text;
@@ -31,10 +33,17 @@ absl::Status read_settings(Context* context, std::string& name, std::string& lab
   const std::vector<absl::string_view> fields = absl::StrSplit(parts[0], ' ');
   auto field = fields.begin();
   const auto read = [&field](auto& number) {
-    double value = 0;
-    if (!absl::SimpleAtod(*field++, &value)) return false;
-    number = static_cast<std::remove_reference_t<decltype(number)>>(value);
-    return true;
+    using Number = std::remove_reference_t<decltype(number)>;
+    const absl::string_view text = *field++;
+    if constexpr (std::is_floating_point_v<Number>) {
+      return absl::SimpleAtod(text, &number);
+    } else {
+      // Not as float64, which cuts integers from 2^53 on.
+      int64_t value = 0;
+      const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+      number = static_cast<Number>(value);
+      return error == std::errc() && end == text.data() + text.size() && number == value;
+    }
   };
   if (parts.size() != 3 || fields.size() != sizeof...(numbers) || !(read(numbers) && ...)) {
     return to_status(DL_COMM_ERROR_INVALID, absl::StrCat("invalid settings of an op: ", absl::CEscape(text)));

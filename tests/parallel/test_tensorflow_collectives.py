@@ -190,6 +190,19 @@ def test_bad_arguments_change_nothing(rank: int, size: int) -> None:
     np.testing.assert_array_equal(dt.allreduce(x), np.full(4, size))
 
 
+def test_integers_in_settings_are_exact() -> None:
+    x = tf.ones([4])
+    for group, text in [
+        (2**53 + 1, f"group {2**53 + 1} was freed"),
+        (1.5, "invalid settings"),
+        (2**64, "invalid settings"),
+    ]:
+        with pytest.raises(mc.ArgumentError, match=text):
+            _ops.run("dl_comm_collective", [x], f"1 0 {group} 0 1.0 1.0 1 -1.0\0name\0")
+    with pytest.raises(mc.ArgumentError, match="invalid settings"):
+        _ops.run("dl_comm_collective", [x], f"{2**32 + 1} 0 0 0 1.0 1.0 1 -1.0\0name\0")
+
+
 @pytest.mark.parametrize("name", ["two words", "1 2\n3", "über"])
 def test_settings_keep_any_name(name: str) -> None:
     with tf.Graph().as_default():
