@@ -164,6 +164,30 @@ def test_splits_that_do_not_match_the_input(rank: int, size: int) -> None:
         assert found.tolist() == list(range(size))
 
 
+@not_gloo("other texts")
+def test_errors_name_the_tensor_and_what_it_lacks(rank: int, size: int) -> None:
+    x = torch.zeros(size)
+    for call, text in [
+        (lambda: dist.all_to_all_single(x, x + 0, [1] * size, [2] * size), rf"input has .*\[{size}\].* sum {2 * size}"),
+        (
+            lambda: dist.all_to_all_single(x, x + 0, [3] * size, [1] * size),
+            rf"output has .*split sizes .* sum {3 * size}",
+        ),
+        (lambda: dist.all_to_all_single(x, x + 0, [1] * (size + 1), [1] * size), f"expected {size} extents"),
+        (lambda: dist.all_to_all_single(x, x + 0, [1] * size, [-1] * size), "invalid split sizes"),
+        (lambda: dist.all_gather([x] * (size + 1), x + 0), f"{size + 1} tensors for {size} ranks"),
+        (lambda: dist.reduce_scatter(x + 0, [torch.zeros(1 + size)] * size), f"rank {rank} must have {size} elements"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            call()
+    if size > 1:
+        odd = torch.zeros(size + 1)
+        with pytest.raises(ValueError, match=f"multiple of the {size} ranks"):
+            dist.all_to_all_single(odd, odd + 0)
+    dist.all_reduce(x)
+    assert x.tolist() == [0.0] * size
+
+
 def test_the_input_is_a_slice_of_the_output(rank: int, size: int) -> None:
     """As in FSDP."""
     for length in (5, 100_000):

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "dl_comm/errors.h"
 #include "shared_memory.h"
 
 namespace dl_comm::c10d_backend {
@@ -142,6 +143,8 @@ WorkPtr Backend::checked(const char* title, Milliseconds timeout, c10::function_
     throw;  // of the core, which has told the other ranks
   } catch (const c10::ValueError&) {
     throw;  // as all argument errors: nothing has happened, and the script may make the right call
+  } catch (const Error& error) {
+    throw_invalid(std::string(error.message()));
   } catch (const std::exception& error) {
     Call call(DL_COMM_BARRIER, title, true);
     call.refuse(error.what());

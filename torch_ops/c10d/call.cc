@@ -5,47 +5,35 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
-#include <sstream>
+#include <utility>
+
+#include "dl_comm/errors.h"
 
 namespace dl_comm::c10d_backend {
 namespace {
 
+// The core's element types.
+constexpr std::pair<at::ScalarType, dlDataType_t> kElementTypes[] = {{at::kFloat, DL_COMM_FLOAT32},
+                                                                     {at::kBFloat16, DL_COMM_BFLOAT16},
+                                                                     {at::kHalf, DL_COMM_FLOAT16},
+                                                                     {at::kDouble, DL_COMM_FLOAT64},
+                                                                     {at::kChar, DL_COMM_INT8},
+                                                                     {at::kByte, DL_COMM_UINT8},
+                                                                     {at::kShort, DL_COMM_INT16},
+                                                                     {at::kUInt16, DL_COMM_UINT16},
+                                                                     {at::kInt, DL_COMM_INT32},
+                                                                     {at::kUInt32, DL_COMM_UINT32},
+                                                                     {at::kLong, DL_COMM_INT64},
+                                                                     {at::kUInt64, DL_COMM_UINT64},
+                                                                     {at::kComplexFloat, DL_COMM_COMPLEX64},
+                                                                     {at::kComplexDouble, DL_COMM_COMPLEX128},
+                                                                     {at::kBool, DL_COMM_BOOL}};
+
 // The core's element type; nullopt for those that it lacks.
 std::optional<dlDataType_t> element_type(at::ScalarType type) {
-  switch (type) {
-    case at::kHalf:
-      return DL_COMM_FLOAT16;
-    case at::kBFloat16:
-      return DL_COMM_BFLOAT16;
-    case at::kFloat:
-      return DL_COMM_FLOAT32;
-    case at::kDouble:
-      return DL_COMM_FLOAT64;
-    case at::kChar:
-      return DL_COMM_INT8;
-    case at::kByte:
-      return DL_COMM_UINT8;
-    case at::kShort:
-      return DL_COMM_INT16;
-    case at::kInt:
-      return DL_COMM_INT32;
-    case at::kLong:
-      return DL_COMM_INT64;
-    case at::kBool:
-      return DL_COMM_BOOL;
-    case at::kUInt16:
-      return DL_COMM_UINT16;
-    case at::kUInt32:
-      return DL_COMM_UINT32;
-    case at::kUInt64:
-      return DL_COMM_UINT64;
-    case at::kComplexFloat:
-      return DL_COMM_COMPLEX64;
-    case at::kComplexDouble:
-      return DL_COMM_COMPLEX128;
-    default:
-      return std::nullopt;
-  }
+  for (const auto& [known, code] : kElementTypes)
+    if (known == type) return code;
+  return std::nullopt;
 }
 
 // The core's operator for torch's. Bool has a sum and a maximum ("or"), and a product and a minimum ("and").
@@ -82,9 +70,7 @@ void* address(const at::Tensor& tensor) {
 
 }  // namespace
 
-void throw_error(int code, const std::string& message) {
-  C10_THROW_ERROR(DistBackendError, "dl_comm error " + std::to_string(code) + ": " + message);
-}
+void throw_error(int code, const std::string& message) { C10_THROW_ERROR(DistBackendError, error_text(code, message)); }
 
 void check(int code) {
   if (code < 0) throw_error(code, dl_comm_last_error());

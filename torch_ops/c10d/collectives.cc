@@ -1,9 +1,10 @@
 // The collectives of the backend: each checks its arguments, describes a call of the core, and launches it.
 #include <c10/util/Exception.h>
 
-#include <algorithm>
+#include <numeric>
 
 #include "backend.h"
+#include "dl_comm/blocks.h"
 #include "lists.h"
 #include "shared_memory.h"
 
@@ -20,9 +21,38 @@ const Tensors& only(const std::vector<Tensors>& lists, const char* what) {
   return lists[0];
 }
 
+// The list with a block for each rank: this rank's block, or every block of equal ones, is as long as `block`.
+const Tensors& blocks_like(const at::Tensor& block, const std::vector<Tensors>& lists, bool equal, const Backend& group,
+                           const char* what) {
+  const auto& list = only(lists, what);
+  check_alike(list, what);
+  const auto own = static_cast<std::size_t>(group.getRank());
+  const auto size = static_cast<std::size_t>(group.getSize());
+  if (list.size() != size || list[own].numel() != block.numel() || (equal && !is_even(list))) {
+    const std::string which = equal ? "each" : c10::str("that of rank ", own);
+    throw_invalid(c10::str(what, ": ", list.size(), " tensors for ", size, " ranks; ", which, " must have ",
+                           block.numel(), " elements"));
+  }
+  return list;
+}
+
+// Where a rank's block begins in the elements of the list.
+int64_t start_of(const Tensors& list, int rank) {
+  return std::accumulate(list.begin(), list.begin() + rank, int64_t{0},
+                         [](int64_t sum, const at::Tensor& tensor) { return sum + tensor.numel(); });
+}
+
 void check_contiguous(const at::Tensor& tensor, const char* what) {
   check_dense(tensor, what);
   if (!tensor.is_contiguous()) throw_invalid(c10::str(what, " is not contiguous (strides ", tensor.strides(), ")"));
+}
+
+// Checks that there is an output for each input, at least one.
+void check_pairs(const Tensors& inputs, const Tensors& outputs, const char* what) {
+  if (outputs.size() != inputs.size() || inputs.empty())
+    throw_invalid(c10::str(what, ": ", inputs.size(), " inputs and ", outputs.size(), " outputs"));
+  for (const auto& input : inputs) check_dense(input, what);
+  for (const auto& output : outputs) check_contiguous(output, what);
 }
 
 void check_blocks(const at::Tensor& whole, const at::Tensor& block, int size, const char* what) {
@@ -30,24 +60,13 @@ void check_blocks(const at::Tensor& whole, const at::Tensor& block, int size, co
     throw_invalid(c10::str(what, ": ", whole.numel(), " elements are not ", size, " blocks of ", block.numel()));
 }
 
-// The lengths of the blocks along the first dimension; empty for equal blocks.
+// The lengths of the blocks along the first dimension; empty for equal blocks. `title` names the tensor in messages.
 std::vector<std::size_t> block_lengths(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size,
-                                       const char* what) {
-  const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
-  if (splits.empty()) {
-    if (rows % size != 0)
-      throw_invalid(c10::str(what, ": its first dimension, ", rows, ", is not a multiple of the group's size, ", size));
-    return {};
-  }
-  int64_t sum = 0;
-  for (const auto split : splits) sum += split;
-  if (splits.size() != static_cast<std::size_t>(size) || sum != rows ||
-      std::any_of(splits.begin(), splits.end(), [](int64_t split) { return split < 0; }))
-    throw_invalid(c10::str(what, ": the split sizes ", splits, " are not ", size, " numbers with the sum ", rows));
-  const int64_t row = rows == 0 ? 0 : tensor.numel() / rows;
-  std::vector<std::size_t> lengths;
-  for (const auto split : splits) lengths.push_back(static_cast<std::size_t>(split * row));
-  return lengths;
+                                       const char* title) {
+  static constexpr int64_t kOneRow[] = {1};
+  const Extents shape = tensor.dim() == 0 ? Extents(kOneRow, 1) : Extents(tensor.sizes());
+  check_cut(shape, splits, size, title, "split sizes");
+  return in_elements(splits, row_length(shape));
 }
 
 // Waits for a call that torch has made asynchronous.
@@ -142,25 +161,17 @@ WorkPtr Backend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) 
 WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& options) {
   return checked("dl_comm:all_gather", options.timeout, [&] {
     const auto input = only(inputs, "all_gather").contiguous();
-    const auto& list = only(outputs, "all_gather");
-    check_alike(list, "all_gather's outputs");
-    const auto own = static_cast<std::size_t>(getRank());
-    if (list.size() != static_cast<std::size_t>(getSize()) || list[own].numel() != input.numel())
-      throw_invalid(c10::str("all_gather: the list of outputs has ", list.size(), " tensors for ", getSize(),
-                             " ranks; tensor ", own, " must have the input's ", input.numel(), " elements"));
+    const auto& list = blocks_like(input, outputs, false, *this, "all_gather's outputs");
     if (!options.asyncOp && !is_coalescing() && !is_adjacent(list) && is_even(list) && input.nbytes() >= kLongBlock)
       return allgather_by_broadcasts(list, input, options);
     auto flat = flat_output(list);
     Call call(DL_COMM_ALLGATHER, "dl_comm:all_gather", true);
-    const auto sizes = lengths(list);
-    int64_t start = 0;
-    for (std::size_t rank = 0; rank < own; ++rank) start += list[rank].numel();
-    const auto source = without_overlap(input, flat.tensor, flat.tensor, input, start);
+    const auto source = without_overlap(input, flat.tensor, flat.tensor, input, start_of(list, getRank()));
     if (is_even(list)) {
       call.add(source, flat.tensor, source);
     } else {
-      call.send_counts = sizes;
-      call.add(source, flat.tensor, sizes[own]);
+      call.send_counts = lengths(list);
+      call.add(source, flat.tensor, static_cast<std::size_t>(input.numel()));
     }
     call.finish = std::move(flat.copy_back);
     call.outputs = list;
@@ -209,12 +220,9 @@ WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inpu
                                                  const ::c10d::AllgatherOptions& options) {
   return checked("dl_comm:all_gather_into_tensor", options.timeout, [&] {
     const char* const what = "all_gather_into_tensor";
-    if (outputs.size() != inputs.size() || inputs.empty())
-      throw_invalid(c10::str(what, ": ", inputs.size(), " inputs and ", outputs.size(), " outputs"));
+    check_pairs(inputs, outputs, what);
     Call call(DL_COMM_ALLGATHER, "dl_comm:all_gather_into_tensor", true);
     for (std::size_t i = 0; i < inputs.size(); ++i) {
-      check_dense(inputs[i], what);
-      check_contiguous(outputs[i], what);
       check_blocks(outputs[i], inputs[i], getSize(), what);
       const auto input = inputs[i].contiguous();
       call.add(without_overlap(input, outputs[i], outputs[i], input, getRank() * input.numel()), outputs[i], input);
@@ -232,10 +240,7 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const ::
     call.root = static_cast<int>(options.rootRank);
     Flat flat;
     if (call.root == getRank()) {
-      const auto& list = only(outputs, "gather");
-      check_alike(list, "gather's outputs");
-      if (list.size() != static_cast<std::size_t>(getSize()) || !is_even(list) || list[0].numel() != input.numel())
-        throw_invalid(c10::str("gather: the outputs must be ", getSize(), " tensors of ", input.numel(), " elements"));
+      const auto& list = blocks_like(input, outputs, true, *this, "gather's outputs");
       flat = flat_output(list);
       call.outputs = list;
       call.output_lists = outputs;
@@ -272,11 +277,7 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const :
     call.root = static_cast<int>(options.rootRank);
     at::Tensor source;
     if (call.root == getRank()) {
-      const auto& list = only(inputs, "scatter");
-      check_alike(list, "scatter's inputs");
-      if (list.size() != static_cast<std::size_t>(getSize()) || !is_even(list) || list[0].numel() != output.numel())
-        throw_invalid(c10::str("scatter: the inputs must be ", getSize(), " tensors of ", output.numel(), " elements"));
-      source = flat_input(list);
+      source = flat_input(blocks_like(output, inputs, true, *this, "scatter's inputs"));
     } else if (!inputs.empty() && !inputs[0].empty()) {
       throw_invalid("scatter: only the root has inputs");
     }
@@ -294,25 +295,17 @@ WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                 const ::c10d::ReduceScatterOptions& options) {
   return checked("dl_comm:reduce_scatter", options.timeout, [&] {
     const auto& output = only(outputs, "reduce_scatter");
-    const auto& list = only(inputs, "reduce_scatter");
-    check_alike(list, "reduce_scatter's inputs");
-    const auto own = static_cast<std::size_t>(getRank());
-    if (list.size() != static_cast<std::size_t>(getSize()) || list[own].numel() != output.numel())
-      throw_invalid(c10::str("reduce_scatter: the list of inputs has ", list.size(), " tensors for ", getSize(),
-                             " ranks; tensor ", own, " must have the output's ", output.numel(), " elements"));
+    const auto& list = blocks_like(output, inputs, false, *this, "reduce_scatter's inputs");
     const auto flat = flat_output(outputs);
-    const auto sizes = lengths(list);
-    int64_t start = 0;
-    for (std::size_t rank = 0; rank < own; ++rank) start += list[rank].numel();
     const auto whole = flat_input(list);
-    const auto source = without_overlap(whole, flat.tensor, whole, flat.tensor, start);
+    const auto source = without_overlap(whole, flat.tensor, whole, flat.tensor, start_of(list, getRank()));
     Call call(DL_COMM_REDUCE_SCATTER, "dl_comm:reduce_scatter", false);
     call.set_reduce(options.reduceOp, output.scalar_type());
     if (is_even(list)) {
       call.add(source, flat.tensor, flat.tensor.view(output.sizes()));
     } else {
-      call.send_counts = sizes;
-      call.add(source, flat.tensor, sizes[own]);
+      call.send_counts = lengths(list);
+      call.add(source, flat.tensor, static_cast<std::size_t>(output.numel()));
     }
     call.finish = flat.copy_back;
     call.outputs = outputs;
@@ -331,14 +324,11 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
                                                  const ::c10d::ReduceScatterOptions& options) {
   return checked("dl_comm:reduce_scatter_tensor", options.timeout, [&] {
     const char* const what = "reduce_scatter_tensor";
-    if (outputs.size() != inputs.size() || inputs.empty())
-      throw_invalid(c10::str(what, ": ", inputs.size(), " inputs and ", outputs.size(), " outputs"));
+    check_pairs(inputs, outputs, what);
     check_alike(inputs, what);
     Call call(DL_COMM_REDUCE_SCATTER, "dl_comm:reduce_scatter_tensor", false);
     call.set_reduce(options.reduceOp, inputs[0].scalar_type());
     for (std::size_t i = 0; i < inputs.size(); ++i) {
-      check_dense(inputs[i], what);
-      check_contiguous(outputs[i], what);
       check_blocks(inputs[i], outputs[i], getSize(), what);
       const auto input = inputs[i].contiguous();
       call.add(without_overlap(input, outputs[i], input, outputs[i], getRank() * outputs[i].numel()), outputs[i],
@@ -356,8 +346,8 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vecto
     check_contiguous(output, what);
     check_dense(input, what);
     const auto source = overlap(input, output) ? input.clone(at::MemoryFormat::Contiguous) : input.contiguous();
-    auto send = block_lengths(source, input_splits, getSize(), what);
-    auto receive = block_lengths(output, output_splits, getSize(), what);
+    auto send = block_lengths(source, input_splits, getSize(), "all_to_all_single: input");
+    auto receive = block_lengths(output, output_splits, getSize(), "all_to_all_single: output");
     Call call(DL_COMM_ALLTOALL, "dl_comm:all_to_all_single", true);
     if (send.empty() && receive.empty()) {
       if (source.numel() != output.numel())
