@@ -58,9 +58,10 @@ int dl_comm_init_mpi(void);
 /* Calls dl_comm_init_mpi if necessary, and initializes everything that the other functions need. Collective. */
 int dl_comm_init(void);
 
-/* Destroys all teams, and finalizes MPI if dl_comm initialized it. May be called twice. Collective: waits for the
- * other ranks until the deadline of DL_COMM_TIMEOUT_S. After that it leaves MPI unfinalized, and the process exits
- * with a status other than 0. Ranks without a launcher may start again. */
+/* Ends the job and destroys all teams. May be called twice. Collective: waits for the other ranks until the deadline of
+ * DL_COMM_TIMEOUT_S. After that the process exits with a status other than 0. Else the ranks may start again, by the
+ * same launcher with the same numbers. MPI, if dl_comm initialized it, ends when the process exits, which waits until
+ * the other ranks exit. */
 int dl_comm_finalize(void);
 
 /* Creates team `teamID` (from 0) with `nthreads_in_team` threads (at least 1). A call uses at most as many as there are

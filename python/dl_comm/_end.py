@@ -21,11 +21,14 @@ on_end: list[Callable[[], None]] = []
 
 
 def finalize() -> None:
-    """Ends the teams, and MPI if dl_comm initialized it. Collective; a second call does nothing.
+    """Ends the job: its groups, teams and threads. Collective; a second call does nothing.
 
     Waits for the other ranks, up to ``DL_COMM_TIMEOUT_S``, also after a failure: otherwise a launcher could kill them
     when this rank exits. On a timeout, logs a line and changes the exit status from 0 to 1. Runs automatically when the
     interpreter exits, unless ``rc.exit_handler`` is False.
+
+    Afterwards ``init`` starts a new job, also under mpiexec and srun: MPI, if dl_comm initialized it, ends when the
+    process exits. A process that exits then waits until the others do. Groups and handles of the old job raise errors.
     """
     for forget in on_end:
         forget()

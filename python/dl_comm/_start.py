@@ -181,6 +181,11 @@ def _threads_of_teams() -> dict[int, int]:
 
 
 def ensure_initialized() -> None:
-    """Calls ``init`` with default arguments if needed, for bindings that work right after the import."""
+    """Calls ``init`` with default arguments if needed, for bindings that work right after the import.
+
+    Raises StateError after ``finalize``: only ``init`` starts again, because the ranks must do it together.
+    """
     if not _dl_comm.is_initialized():
+        if json.loads(_dl_comm.describe())["state"] == "finalized":
+            raise StateError("dl_comm was finalized; init() starts it again")
         start()

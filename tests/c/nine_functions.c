@@ -200,7 +200,13 @@ int main(void) {
   EXPECT(dl_comm_finalize() == 0 && dl_comm_finalize() == 0);
   describes("\"state\":\"finalized\"");
   EXPECT(dl_comm_get_rank() == rank);
-  REFUSED(dl_comm_barrier(), DL_COMM_ERROR_STATE, "finalised");
-  REFUSED(dl_comm_init(), DL_COMM_ERROR_STATE, "finalised");
+  REFUSED(dl_comm_barrier(), DL_COMM_ERROR_STATE, "finalized");
+
+  /* Another job. */
+  EXPECT(dl_comm_init() == 0);
+  EXPECT(dl_comm_get_rank() == rank && dl_comm_get_nranks() == nranks);
+  averages_and_broadcasts(nranks);
+  EXPECT(dl_comm_finalize() == 0);
+  REFUSED(dl_comm_barrier(), DL_COMM_ERROR_STATE, "finalized");
   return 0;
 }

@@ -209,8 +209,8 @@ int main(void) {
   dl_comm_message_t receive = message_of(&into, rank, 99);
   EXPECT(dl_comm_receive(group, &receive, &pending) == 0);
   EXPECT(dl_comm_finalize() == 0);
-  REFUSED(dl_comm_wait(pending, 0), DL_COMM_ERROR_STATE, "finalised");
-  REFUSED(dl_comm_sendrecv(group, NULL, &receive, NULL), DL_COMM_ERROR_STATE, "finalised");
+  REFUSED(dl_comm_wait(pending, 0), DL_COMM_ERROR_STATE, "finalized");
+  REFUSED(dl_comm_sendrecv(group, NULL, &receive, NULL), DL_COMM_ERROR_STATE, "finalized");
   EXPECT(dl_comm_work_free(pending) == 0 && dl_comm_group_free(group) == 0);
   EXPECT(dl_comm_free(shared_src) == 0 && dl_comm_free(shared_dst) == 0);
   free(src);

@@ -427,7 +427,7 @@ for start in range(4):
     rank = (me + start) % size
     assert init_store(rank, size)[0] == 0, init_store(rank, size)
     assert dl_comm.get_rank() == rank
-    assert "initialised already" in init_store(rank, size)[1]
+    assert "initialized already" in init_store(rank, size)[1]
     dl_comm.init()
     check_mean()
     dl_comm.finalize()

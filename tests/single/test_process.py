@@ -90,9 +90,9 @@ def test_finalize_twice_and_use_around_it(script: Script) -> None:
         "mc.finalize()\nmc.init_mpi()\nassert mc.get_nranks() == 2 and not mc.is_initialized()\n"
         "mc.init()\nassert mean(mc.get_rank()) == 0.5\nmc.finalize()\nmc.finalize()\n"
         "assert mc.get_nranks() == 2, 'ranks stay known'\n"
-        "for call in (mc.init, mc.barrier, lambda: mean(1)):\n"
+        "for call in (mc.world, mc.barrier, lambda: mean(1)):\n"
         "    try: call()\n"
-        "    except mc.StateError as error: assert 'finalised' in str(error)\n"
+        "    except mc.StateError as error: assert 'finalized' in str(error)\n"
         "    else: raise SystemExit('no error')\n"
         "write_line('fine')",
     )

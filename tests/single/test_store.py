@@ -70,7 +70,7 @@ for start in range(3):
     dl_comm.barrier()
     assert not json.loads(_dl_comm.describe())["mpi"]["initialized"]
     try: start_by_store(store, rank, size)
-    except dl_comm.StateError as error: assert "initialised already" in str(error)
+    except dl_comm.StateError as error: assert "initialized already" in str(error)
     else: raise SystemExit("no error")
     check_mean()
     dl_comm.finalize()
@@ -168,7 +168,7 @@ def start():
 threads = [threading.Thread(target=start) for _ in range(3)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-assert outcomes.count(None) == 1 and sum("initialised already" in str(o) for o in outcomes) == 2, outcomes
+assert outcomes.count(None) == 1 and sum("initialized already" in str(o) for o in outcomes) == 2, outcomes
 dl_comm.init()
 check_mean()
 """

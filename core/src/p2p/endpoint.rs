@@ -380,7 +380,7 @@ impl Endpoint {
     /// # Errors
     /// [`Error::Internal`] if the thread panicked.
     pub fn close(&self) -> Result<()> {
-        let error = Error::State("dl_comm was finalised before the send or receive was complete".into());
+        let error = Error::State("dl_comm was finalized before the send or receive was complete".into());
         let result = self.shared.close(&error);
         self.shared.with(0, |state| state.remote.iter_mut().for_each(Remote::close));
         depart(&*self.memory);

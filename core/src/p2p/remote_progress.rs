@@ -15,7 +15,7 @@ use crate::transport::mailbox::ring::Envelope;
 
 /// The error of who comes after the end.
 pub(super) fn closed() -> Error {
-    Error::State("dl_comm was finalised and cannot send or receive any more".into())
+    Error::State("dl_comm was finalized and cannot send or receive any more".into())
 }
 
 impl State {

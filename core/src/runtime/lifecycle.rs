@@ -34,7 +34,7 @@ use crate::variables;
 /// by the launcher's library. Does nothing if it already is one, and in a helper process of a rank. Collective.
 ///
 /// # Errors
-/// Those of [`Config::from_env`] and [`Job::start`]; [`Error::State`] after [`finalize`] of a launcher's job.
+/// Those of [`Config::from_env`] and [`Job::start`]; [`Error::State`] after a launcher's job that was left.
 pub fn start() -> Result<()> {
     if helper::refusal().is_some() {
         return Ok(());
@@ -84,7 +84,7 @@ fn check_explicit() -> Result<()> {
 }
 
 fn started_already() -> Error {
-    Error::State("dl_comm is initialised already; call finalize() first".into())
+    Error::State("dl_comm is initialized already; call finalize() first".into())
 }
 
 /// Makes this process rank `rank` of `size` by `store`. A process that a rank has started becomes a rank of a job of its
@@ -285,7 +285,8 @@ fn end(reason: Option<Error>) -> Result<()> {
     calls::forget_teams();
     all_groups().for_each(|group| group.release_resources());
     drop((teams, groups));
-    let can_start = !job.uses_launcher();
+    // The ranks of a launcher's job start again together, which they cannot if one has left.
+    let can_start = !(job.uses_launcher() && job.was_left());
     drop(job);
     memory::drop_unused();
     launcher::end();

@@ -47,7 +47,7 @@ pub(super) struct Runtime {
 pub(super) enum RuntimeState {
     NotStarted,
     Started(Box<Runtime>),
-    /// The topology remains available. A new start is possible once the end is complete, if no launcher's library was used.
+    /// The topology remains available. A new start is possible once the end is complete, unless the job was left.
     Finalized {
         topology: Arc<Topology>,
         can_start: bool,
@@ -66,12 +66,12 @@ pub(super) fn check_fork() -> Result<()> {
 }
 
 pub(super) fn not_started() -> Error {
-    helper::refusal().unwrap_or_else(|| Error::State("dl_comm is not initialised; call init() first".into()))
+    helper::refusal().unwrap_or_else(|| Error::State("dl_comm is not initialized; call init() first".into()))
 }
 
 pub(super) fn finalized(can_start: bool) -> Error {
     let then = if can_start { "init() starts it again" } else { "it cannot be used again in this process" };
-    Error::State(format!("dl_comm was finalised; {then}"))
+    Error::State(format!("dl_comm was finalized; {then}"))
 }
 
 pub(super) fn read<T>(view: impl FnOnce(&RuntimeState) -> Result<T>) -> Result<T> {

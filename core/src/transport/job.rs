@@ -237,6 +237,11 @@ impl Job {
         self.ranks.bootstrap.leave();
     }
 
+    /// Whether this rank has ended without the others.
+    pub fn was_left(&self) -> bool {
+        self.left.load(Ordering::Relaxed)
+    }
+
     /// Waits for all ranks, up to the deadline, if the bootstrap needs that; returns whether it did. `failure` is that of
     /// a group. It calls `meanwhile` from time to time.
     ///

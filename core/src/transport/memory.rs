@@ -55,13 +55,13 @@ impl Aligned {
 
     /// All bytes.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: `len` initialised bytes.
+        // SAFETY: `len` initialized bytes.
         unsafe { slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
     }
 
     /// All bytes, mutable.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: len initialised bytes, borrowed uniquely.
+        // SAFETY: len initialized bytes, borrowed uniquely.
         unsafe { slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
     }
 }

@@ -44,7 +44,7 @@ pub fn connect(config: &Config) -> Result<Arc<dyn Bootstrap>> {
     let lookup = |name: &str| std::env::var(name).ok();
     launcher::check_connection(lookup)?;
     let watch = lifetime::prepare(config, Others::default())?;
-    let threading = lifetime::start(&watch)?;
+    let threading = lifetime::start(config, &watch)?;
     drop(watch);
     let adopted = !lifetime::is_owned();
     let duplicated =
@@ -118,13 +118,13 @@ impl Bootstrap for MpiBootstrap {
     }
 
     fn ends_together(&self) -> bool {
-        // A launcher treats a rank that exits without MPI_Finalize as a failed job and kills the others.
+        // All ranks must call MPI_Finalize, or none.
         lifetime::is_owned()
     }
 
     fn finish(&self, all_here: &dyn Fn(), wait_ctx: &WaitContext<'_>) -> Result<()> {
         self.comm.barrier(wait_ctx)?;
-        // No rank ends before MPI_Finalize, which waits for all.
+        // No rank exits before all do.
         all_here();
         Ok(())
     }

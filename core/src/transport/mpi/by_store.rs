@@ -179,7 +179,7 @@ pub fn start_network(
     let PreparedStart { server, watch, links, lost, .. } = prepared;
     let threading = match (way, server) {
         (Way::Running { .. }, _) => threading_support(),
-        (Way::Launcher, _) => lifetime::start(&watch)?,
+        (Way::Launcher, _) => lifetime::start(config, &watch)?,
         (Way::Store, Some((server, descriptor))) => start_by_store(name, server, descriptor, topology, config, &watch)?,
         (Way::Store, None) => return Err(Error::Internal("no process manager is prepared".into())),
     };
@@ -267,7 +267,7 @@ fn start_by_store(
     let interface = interface_variables(&config.interface, Path::new("/sys/class/net"), lookup);
     // MPI reads them while it starts. Child processes must not use them.
     let variables = Variables::set(numbers.into_iter().chain(interface));
-    let threading = lifetime::start(watch)?;
+    let threading = lifetime::start(config, watch)?;
     drop(variables);
     // The library closes it.
     let _descriptor = descriptor.into_raw_fd();

@@ -81,9 +81,14 @@ impl Comm {
             return Err(error);
         }
         let comm = Comm { raw: *raw, serialized: self.serialized, owned: true };
-        // SAFETY: a live communicator and a constant.
-        comm.call(|| unsafe { ffi::MPI_Comm_set_errhandler(comm.raw, ffi::RSMPI_ERRORS_RETURN) })?;
+        comm.return_errors()?;
         Ok(comm)
+    }
+
+    /// From now on, calls return their errors instead of ending the process.
+    pub fn return_errors(&self) -> Result<()> {
+        // SAFETY: a live communicator and a constant.
+        self.call(|| unsafe { ffi::MPI_Comm_set_errhandler(self.raw, ffi::RSMPI_ERRORS_RETURN) })
     }
 
     /// Gathers `record` from all ranks, ordered by rank. All records have one length. Collective.

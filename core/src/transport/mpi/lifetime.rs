@@ -1,9 +1,9 @@
 //! The MPI library of this process: its description, initialization and finalization, once per process. MPI stays
-//! initialized when the start of a world fails, so that the start can be retried.
+//! initialized until the process exits, so that a job can start again: after its end, or after a start that failed.
 //!
 //! Thread rule: any thread. MPI requires initialization and finalization on one thread; the program ensures that.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
 use mpi::Threading;
@@ -13,11 +13,14 @@ use mpi::environment::{
 use mpi::ffi;
 use serde::Serialize;
 
+use super::comm::Comm;
 use super::startup::{Others, StartupWatch};
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::fork;
 use crate::lock::lock;
 use crate::log::log_line;
+use crate::transport::wait_context::with_limits;
 
 /// Time limit of MPI_Finalize once all ranks call it.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -26,8 +29,14 @@ const FINALIZE_TIMEOUT: Duration = Duration::from_secs(30);
 const SHM_BYTES: u64 = 5 << 18;
 const UCX_SHM_BYTES: u64 = 21 << 18;
 
-/// Finalizes MPI on drop.
-struct OwnedMpi(#[expect(dead_code, reason = "for its drop")] Universe);
+/// MPI as dl_comm has initialized it. Dropping it finalizes MPI.
+struct OwnedMpi {
+    _universe: Universe,
+    /// Whether the last job has ended, or its start has failed, in step with the other ranks.
+    has_ended: bool,
+    /// How long this rank waits for the exit of the others, if the launcher does not end it when another is lost.
+    exit_limit: Option<Duration>,
+}
 
 // SAFETY: see the thread rule.
 unsafe impl Send for OwnedMpi {}
@@ -38,7 +47,7 @@ static OWNED: Mutex<Option<OwnedMpi>> = Mutex::new(None);
 ///
 /// # Errors
 /// [`Error::State`] when MPI is already finalized.
-pub fn start(watch: &StartupWatch) -> Result<Threading> {
+pub fn start(config: &Config, watch: &StartupWatch) -> Result<Threading> {
     if is_finalized() {
         return Err(Error::State("MPI is finalized already and cannot be started again in this process".into()));
     }
@@ -50,10 +59,19 @@ pub fn start(watch: &StartupWatch) -> Result<Threading> {
     watch.begin();
     match initialize_with_threading(Threading::Multiple) {
         Some((universe, granted)) => {
-            *owned_mpi = Some(OwnedMpi(universe));
+            let exit_limit = config.timeout.filter(|_| std::env::var_os("SLURM_STEP_ID").is_some());
+            *owned_mpi = Some(OwnedMpi { _universe: universe, has_ended: false, exit_limit });
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| {
+                // SAFETY: the handler has the calling convention of C. Without memory for it, MPI is not finalized.
+                let _registered = unsafe { libc::atexit(end_at_exit) };
+            });
             Ok(granted)
         }
-        None => Ok(threading_support()),
+        None => {
+            owned_mpi.iter_mut().for_each(|mpi| mpi.has_ended = false);
+            Ok(threading_support())
+        }
     }
 }
 
@@ -103,18 +121,40 @@ pub fn leak() {
     std::mem::forget(lock(&OWNED).take());
 }
 
-/// Finalizes MPI if dl_comm initialized it and did not leak it. All ranks must call it.
+/// The job has ended. If dl_comm initialized MPI and did not leak it, the process finalizes it when it exits, unless
+/// another job starts.
 pub fn end() {
-    let Some(owned_mpi) = lock(&OWNED).take() else { return };
+    lock(&OWNED).iter_mut().for_each(|mpi| mpi.has_ended = true);
+}
+
+/// Finalizes MPI. A launcher treats a rank that exits without it as a failed job, and ends the others.
+extern "C" fn end_at_exit() {
+    let Some(mpi) = lock(&OWNED).take() else { return };
+    let may_end = mpi.has_ended && !fork::is_child() && !is_finalized();
+    if !may_end || !wait_for_exit(mpi.exit_limit) {
+        std::mem::forget(mpi);
+        return;
+    }
     // After a failure, MPI_Finalize may wait for messages that never arrive.
     // Ranks may end before this one here.
     let others = Others { lost: Arc::new(|| None), ..Others::default() };
     let watch = StartupWatch::prepare("MPI_Finalize", None, Some(FINALIZE_TIMEOUT), others);
     watch.iter().for_each(StartupWatch::begin);
-    drop(owned_mpi);
+    drop(mpi);
     if let Err(error) = watch {
         log_line(&error.to_string());
     }
+}
+
+/// Waits until all ranks exit, which may take as long as what the program does after the job: without a processor, unlike
+/// MPI_Finalize. Returns whether they do.
+fn wait_for_exit(limit: Option<Duration>) -> bool {
+    let lost = Others::default().lost;
+    let reason = || lost().map(Error::PeerLost);
+    let all = Comm::world();
+    let wait = || with_limits("the exit of the process", limit, None, &reason, |ctx| all.barrier(ctx));
+    let waited = all.return_errors().and_then(|()| wait());
+    waited.inspect_err(|error| log_line(&format!("MPI_Finalize is left out: {error}"))).is_ok()
 }
 
 /// The MPI library of this process.
