@@ -476,6 +476,12 @@ int dl_comm_is_initialized(void);
  * The function must not call functions of this file. For languages that run signal handlers only at certain points. */
 void dl_comm_set_signal_check(int (*check)(void));
 
+/* Sends the library's log lines to `log` instead of standard error; NULL: to standard error. `log` gets a line without
+ * "dl_comm: " and the end of line, or NULL: write now what you keep, because the process ends. Any thread may call it,
+ * which may hold locks of the library: it must not call functions of this file, nor wait for a thread that does. In a
+ * forked child it may be called, too. */
+void dl_comm_set_log(void (*log)(const char* line));
+
 /* As dl_comm_init, and creates the missing teams from 0 to `nteams` - 1 with `nthreads` threads each (0:
  * DL_COMM_DEFAULT_NTHREADS). Different arguments on the ranks are a DL_COMM_ERROR_MISMATCH. Collective. */
 int dl_comm_init_teams(int nteams, int nthreads);

@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from dl_comm import _log
 from dl_comm._dl_comm import __version__
 from dl_comm._frameworks import framework_version
 from dl_comm._paths import CORE, PACKAGE, SOURCES
@@ -169,7 +170,7 @@ def cached_library(name: str, force: bool = False) -> Path:
         with _locked(folder / "lock"):
             if force or not _is_intact(folder):
                 if (folder / _MANIFEST).exists() and not force:
-                    print(f"dl_comm: {folder} is damaged", file=sys.stderr)
+                    _log.warn(f"{folder} is damaged")
                 for leftover in folder.glob("build.*"):  # of a killed build; this process holds the lock
                     shutil.rmtree(leftover)
                 _build(name, folder)
@@ -242,10 +243,8 @@ def _build(name: str, folder: Path, core_folder: str = str(PACKAGE)) -> None:
             f"no C++ compiler found, and dl_comm's op library for {name} is not built for {version} ({which}): "
             "install one (for example g++), set CXX, or run 'python -m dl_comm.build' where one is installed"
         )
-    print(
-        f"dl_comm: building {_LIBRARIES[name].file} for {framework_version(_LIBRARIES[name].framework)} (once, about a "
-        "minute)",
-        file=sys.stderr,
+    _log.warn(
+        f"building {_LIBRARIES[name].file} for {framework_version(_LIBRARIES[name].framework)} (once, about a minute)"
     )
     with tempfile.TemporaryDirectory(prefix="build.", dir=folder) as build:
         options = [

@@ -45,8 +45,14 @@ def finalize_at_exit() -> None:
 def at_exit(pid: int) -> None:
     """Ends the job in the process ``pid`` at its exit."""
     # A forked child must not finalize its parent's job.
-    if os.getpid() != pid or not _rc.rc.exit_handler:
+    if os.getpid() != pid:
         return
+    if _rc.rc.exit_handler:
+        _end_job()
+    _dl_comm.end_log()
+
+
+def _end_job() -> None:
     # Set after an uncaught exception. Without an abort, the other ranks would wait for this one.
     error = getattr(sys, "last_value", None)
     if error is not None:

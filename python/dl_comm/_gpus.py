@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from dl_comm import _dl_comm
+from dl_comm import _dl_comm, _log
 from dl_comm._errors import StateError
 from dl_comm.run._child import visible_gpus
 
@@ -28,11 +28,11 @@ def pin() -> int | None:
     gpus = visible_gpus()
     rank, size = _dl_comm.local_rank(), _dl_comm.local_size()
     if not gpus:
-        _log(rank, "pin_gpu: there is no GPU")
+        _tell(rank, "pin_gpu: there is no GPU")
         return None
     index = rank % len(gpus)
     if size > len(gpus) > 1 or (len(gpus) == 1 and size > 1 and not _was_pinned()):
-        _log(rank, f"{size} ranks share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}")
+        _tell(rank, f"{size} ranks share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}")
     torch = sys.modules.get("torch")
     if torch is not None and (torch.cuda.is_initialized() or _driver_started()):
         torch.cuda.set_device(index)
@@ -67,6 +67,6 @@ def _was_pinned() -> bool:
     return "CUDA_VISIBLE_DEVICES" in os.environ and len(visible_gpus({})) > 1
 
 
-def _log(local_rank: int, text: str) -> None:
+def _tell(local_rank: int, text: str) -> None:
     if local_rank == 0:
-        print(f"dl_comm: {text}", file=sys.stderr)
+        _log.warn(text)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
 from collections.abc import Sequence
 
 import numpy as np
 
-from dl_comm import _dl_comm, _rc
+from dl_comm import _dl_comm, _log, _rc
 from dl_comm._network import addresses
 from dl_comm._torch_variables import Position, given, hold_port, name_rank
 
@@ -32,7 +31,7 @@ def name_this_rank(master: dict[str, str]) -> None:
     warning = name_rank({**here.variables(), **master})
     # Who asks to be alone knows of the other ranks.
     if warning is not None and not master and os.environ.get("DL_COMM_ALONE", "").strip() != "1":
-        print(f"dl_comm: {warning}", file=sys.stderr, flush=True)
+        _log.warn(warning)
 
 
 def master_of_rank_0(is_alone: bool, others: Sequence[str] = ()) -> tuple[str, str]:

@@ -19,6 +19,7 @@ class Settings:
     excepthook: bool = True
     exit_handler: bool = True
     torch_variables: bool = True
+    logging: bool = True
 
     def __call__(self, **settings: bool) -> None:
         """Sets several, or none if one is invalid. Raises as an assignment."""
@@ -68,6 +69,8 @@ For programs that embed dl_comm and have handlers of their own. An import change
 - ``exit_handler``: ``finalize`` when the interpreter exits, or, after an uncaught exception, an abort that the other
   ranks notice at once. Without it the program calls ``finalize`` itself: launchers kill the other ranks when one ends
   that has not called it.
+- ``logging``: log lines go through the logger ``dl_comm`` of ``logging``, level WARNING, if the program has set a
+  handler for it or for all loggers before the first ``init``; otherwise to standard error.
 - ``torch_variables``: sets those of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT that
   the environment lacks.
 

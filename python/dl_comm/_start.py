@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from dl_comm import _dl_comm, _excepthook, _rc, _signal, _torchrun
+from dl_comm import _dl_comm, _excepthook, _log, _rc, _signal, _torchrun
 from dl_comm._checks import checked_int
 from dl_comm._end import finalize_at_exit
 from dl_comm._errors import ArgumentError, StateError
@@ -74,6 +73,8 @@ def _prepare_process() -> None:
         _signal.register_stack_dumper()
     if settings.excepthook:
         _excepthook.install()
+    if _log.is_routed():
+        _dl_comm.log_to(_log.warn)
     finalize_at_exit()
 
 
@@ -171,7 +172,7 @@ def start(
     kept = {team: count for team, count in before.items() if 0 <= team < teams and count != threads}
     if kept and _dl_comm.rank() == 0:
         keeps = ", ".join(f"team {team} keeps {count}" for team, count in kept.items())
-        print(f"dl_comm: init(nthread_per_team={threads}) holds for new teams: {keeps}", file=sys.stderr, flush=True)
+        _log.warn(f"init(nthread_per_team={threads}) holds for new teams: {keeps}")
     publish_master()
     return True
 

@@ -6,11 +6,10 @@ Thread rule: any thread; collective functions in the same order on all ranks.
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from typing import Any
 
-from dl_comm import _dl_comm
+from dl_comm import _dl_comm, _log
 from dl_comm._checks import checked_int, checked_team, seconds
 from dl_comm._diagnosis import stats
 from dl_comm._errors import ArgumentError
@@ -73,7 +72,7 @@ def config_team(
         _COOLDOWN[cooldown],
     )
     if transition > 1 and get_rank() == 0:
-        print(f"dl_comm: trans_alg {transition} of team {team} counts as 1, a smooth transition", file=sys.stderr)
+        _log.warn(f"trans_alg {transition} of team {team} counts as 1, a smooth transition")
 
 
 def get_waited(team: int = 0) -> float:

@@ -6,6 +6,7 @@ mod api;
 mod arrays;
 mod collectives;
 mod device;
+mod log;
 mod memory;
 mod store;
 
@@ -356,6 +357,8 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(device::broadcast_on, module)?,
         wrap_pyfunction!(device::gpu_count, module)?,
         wrap_pyfunction!(device::device_of_pointer, module)?,
+        wrap_pyfunction!(log::log_to, module)?,
+        wrap_pyfunction!(log::end_log, module)?,
         wrap_pyfunction!(memory::empty_result, module)?,
         wrap_pyfunction!(memory::set_memory_handler, module)?,
         wrap_pyfunction!(memory::shared_handler, module)?,

@@ -12,6 +12,7 @@ use crate::config::{RankSource, Rendezvous};
 use crate::dump;
 use crate::error::{Error, Result, guard};
 use crate::group::Timeout;
+use crate::log::{Sink, set_sink};
 use crate::plugin::{Arguments, Cooldown};
 use crate::process_info::process_info;
 use crate::result_memory;
@@ -136,6 +137,7 @@ safe_functions! {
     fn dl_comm_dump_on_signal(enabled: c_int) { dump::listen_for_signal(enabled != 0); }
     fn dl_comm_timeline_stop() -> c_int { status(runtime::stop_timeline) }
     fn dl_comm_set_signal_check(check: Option<signals::Check>) { signals::set_check(check); }
+    fn dl_comm_set_log(log: Option<Sink>) { set_sink(log); }
     fn dl_comm_last_error() -> *const c_char {
         LAST_ERROR.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
     }

@@ -13,7 +13,7 @@ use super::pmi::{Action, BARRIER_DONE, Pmi, Values};
 use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
 use crate::lock::lock;
-use crate::log::log_line;
+use crate::log::{log_last_line, log_line};
 use crate::topology::Topology;
 use crate::transport::store::{Store, allgather, missing_ranks};
 use crate::transport::wait_context::with_limits;
@@ -86,7 +86,7 @@ fn serve(stream: &UnixStream, pmi: &mut Pmi, exchange: &Exchange) -> std::io::Re
                     writer.write_all(BARRIER_DONE.as_bytes())?;
                 }
                 Err(error) => {
-                    log_line(&format!("MPI_Init: {error}; this process ends with status 1"));
+                    log_last_line(&format!("MPI_Init: {error}; this process ends with status 1"));
                     // As at a deadline of MPI_Init: no answer makes it return.
                     // SAFETY: _exit skips exit handlers, which may wait for the blocked thread.
                     unsafe { libc::_exit(1) };

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::lock::lock;
-use crate::log::log_line;
+use crate::log::{log_last_line, log_line};
 use crate::transport::process::stat_fields;
 
 /// The name of the thread.
@@ -85,7 +85,7 @@ impl StartupWatch {
             let from = Instant::now();
             let mut warn = warn.filter(|warn| timeout.is_none_or(|timeout| *warn < timeout));
             let end = |why: &str| {
-                log_line(&format!("{function} {why}; this process ends with status 1"));
+                log_last_line(&format!("{function} {why}; this process ends with status 1"));
                 // SAFETY: _exit skips exit handlers, which may wait for the blocked thread.
                 unsafe { libc::_exit(1) };
             };
