@@ -182,6 +182,7 @@ class GroupKernel : public CollectiveKernel {
     call.root = root_;
     call.prescale = prescale_;
     call.postscale = postscale_;
+    call.by_name = false;
     call.send_counts = list.send_counts();
     call.receive_counts = list.receive_counts();
     start_collective(call, list.views(), list.shapes(), std::move(completion));

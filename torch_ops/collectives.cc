@@ -111,6 +111,7 @@ std::shared_ptr<Work> submit(const CollectiveKind& kind, const Request& request,
   call.root = static_cast<int32_t>(std::clamp<int64_t>(request.root, -1, INT32_MAX));
   call.prescale = request.prescale;
   call.postscale = request.postscale;
+  call.by_name = false;
   call.send_counts = views.send_counts();
   call.receive_counts = views.receive_counts();
   start_collective(call, views.views(), views.shapes(), completion_of(work));

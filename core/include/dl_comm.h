@@ -5,9 +5,9 @@
  * and later calls work. After a timeout or a lost rank, the team refuses further calls with the first error.
  *
  * Thread rule: every function may be called from any thread. Functions marked "collective" must be called by all
- * ranks. Calls are matched by signature when their order differs between ranks. Calls with equal signatures (without
- * a name, for example) must have the same order on all ranks. Broadcast, barrier and check_buffers_match share a
- * team of their own. */
+ * ranks. Calls are matched by signature when their order differs between ranks, and wherever a rank makes them with
+ * DL_COMM_BY_NAME. Calls with equal signatures (without a name, for example) must have the same order on all ranks.
+ * Broadcast, barrier and check_buffers_match share a team of their own. */
 #ifndef DL_COMM_H
 #define DL_COMM_H
 
@@ -241,11 +241,24 @@ typedef struct dl_comm_work dl_comm_work_t;
 
 struct dl_comm_device;
 
+/* A flag of a call: it matches the call of its name, wherever the ranks make it. Without it the ranks may make the same
+ * calls in different order, but wait for none before they have made those that another rank makes before it. With it:
+ * - A rank may wait for any of its calls, whatever others have started before it, and have any number in flight. Calls
+ *   of one name match in their order. All ranks give the flag, or none.
+ * - If the calls of a name differ, they fail with DL_COMM_ERROR_MISMATCH on every rank, and no other call does.
+ * - Calls on the same memory take effect in the order of their rank. If the ranks need contrary orders, a call fails
+ *   with DL_COMM_ERROR_MISMATCH on every rank.
+ * - A call that not all ranks have made fails at its own deadline with DL_COMM_ERROR_MISMATCH, and the others go on;
+ *   unless no other rank has made any call of the group since it was started, which ends the group as always.
+ * The same order on all ranks costs nothing. The call needs a name. */
+#define DL_COMM_BY_NAME 1
+
 /* A call. Set it to zero bytes and `size` to sizeof(dl_comm_call_t) first: later versions add fields at the end.
  * - `send_counts`: the lengths of the blocks, if they differ; the list has one tensor, whose `length` is ignored. An
  *   entry for each rank: of the block that the rank contributes (ALLGATHER, GATHER) or receives (SCATTER,
  *   REDUCE_SCATTER), equal on all ranks. For ALLTOALL, of the blocks that this rank sends, and `receive_counts` of
  * those that it receives; every pair of ranks must agree.
+ * - `flags`: 0 or DL_COMM_BY_NAME.
  * - `name`: part of the signature and of messages; may be NULL.
  * - `timeout`: the deadline in seconds; 0 for the group's, negative for none.
  * - `device`: the GPU of the tensors; NULL for host memory. Without NCCL, all but ALLREDUCE and BROADCAST go through
@@ -258,7 +271,7 @@ typedef struct dl_comm_call {
   int collective; /* dl_comm_collective_t */
   int reduce;     /* dl_comm_reduce_t */
   int root;
-  int flags; /* 0 */
+  int flags;
   const dl_comm_buffer_t* buffers;
   size_t count;
   const size_t* send_counts;

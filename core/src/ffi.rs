@@ -100,6 +100,7 @@ mod bridge {
     /// - `group`: the number of `dl_comm_group_number`; 0 for the group of team 0.
     /// - `collective`, `reduce`, `root`, `prescale`, `postscale`, `send_counts`, `receive_counts`: as in
     ///   `dl_comm_call_t`; the counts are empty for blocks of equal length.
+    /// - `by_name`: as the flag DL_COMM_BY_NAME there.
     struct Collective<'a> {
         group: u64,
         collective: i32,
@@ -110,6 +111,7 @@ mod bridge {
         send_counts: &'a [usize],
         receive_counts: &'a [usize],
         name: &'a str,
+        by_name: bool,
         instance_id: &'a str,
         tensor_names: &'a str,
         caller_blocks: bool,
@@ -345,6 +347,7 @@ unsafe fn average(
                 timeout: Timeout::from_seconds(call.timeout),
                 device: device(call.device, call.stream, call.block_host),
                 counts: Counts::Even,
+                by_name: false,
             },
             done: on_result(completion),
             results: (!results.is_null()).then(|| Arc::new(OpLibraryResults(results)) as Arc<dyn ResultBuffer>),
@@ -402,6 +405,7 @@ unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64]
             timeout: Timeout::from_seconds(call.timeout),
             device: device(call.device, call.stream, call.block_host),
             counts: Counts::Even,
+            by_name: false,
         };
         let done = Box::new(move |result: Result<()>| guard.finish(result.map(|()| SharedPtr::null())));
         // SAFETY: the caller's promise.
@@ -453,10 +457,14 @@ unsafe fn start_collective(
         let device = device(call.device, call.stream, call.block_host);
         let timeout = Timeout::from_seconds(call.timeout);
         let waits_here = call.caller_blocks && device.is_none();
-        let small =
-            (call.instance_id.is_empty() && counts == Counts::Even).then_some(SmallCall { name: call.name, timeout });
+        let small = (call.instance_id.is_empty() && counts == Counts::Even).then_some(SmallCall {
+            name: call.name,
+            by_name: call.by_name,
+            timeout,
+        });
         let options = || CallOptions {
             name: call.name.to_owned(),
+            by_name: call.by_name,
             instance_id: call.instance_id.to_owned(),
             tensor_names: call.tensor_names.to_owned(),
             caller_blocks: call.caller_blocks,

@@ -10,7 +10,7 @@ use libfuzzer_sys::fuzz_target;
 struct Input {
     /// Calls that fit into a message.
     message_calls: u8,
-    /// By rank, the signature and key of each call that it will make, and how many are made at once.
+    /// By rank, the signature and name of each call that it will make, and how many are made at once.
     ranks: Vec<(Vec<(u8, u8)>, u8)>,
     /// Changes of the calls' ages in each round.
     ages: Vec<u8>,
@@ -35,13 +35,15 @@ impl Rank {
         PendingCalls { calls: self.waiting.clone(), outlook, quiet: self.future.is_empty() }
     }
 
-    /// Runs the calls in `order`, which are among the first `front` calls.
-    fn run(&mut self, order: &[u64], front: usize) {
-        for (removed, signature) in order.iter().enumerate() {
+    /// Runs the calls in `order`.
+    fn run(&mut self, order: &[u64]) {
+        for signature in order {
             let position =
                 self.waiting.iter().position(|call| call.signature == *signature).expect("a call to run is there");
-            assert!(position < front - removed, "nothing is skipped");
-            assert!(position == 0 || !self.waiting[position].stays_behind, "it stays behind the others");
+            let (before, call) = (&self.waiting[..position], self.waiting[position]);
+            assert!(!call.stays_behind || before.iter().all(|other| other.memory != call.memory), "it stays behind");
+            let is_of_name = |other: &PendingCall| other.by_name && other.key == call.key;
+            assert!(!call.by_name || !before.iter().any(is_of_name), "calls of one name keep their order");
             self.waiting.remove(position);
             self.done.push(*signature);
         }
@@ -52,14 +54,19 @@ fuzz_target!(|input: Input| {
     if !(2..=5).contains(&input.ranks.len()) {
         return;
     }
-    let limit = 1 + 25 * (1 + usize::from(input.message_calls));
-    let call = |&(signature, key): &(u8, u8)| PendingCall {
-        signature: u64::from(signature % 8),
-        by_pairs: 0,
-        key: u32::from(key % 4),
-        age: Age::New,
-        kind: Kind::TakesZeros,
-        stays_behind: key % 16 >= 12,
+    let limit = 1 + 39 * (1 + usize::from(input.message_calls));
+    let call = |&(signature, bits): &(u8, u8)| {
+        let (key, by_name) = (u64::from(bits % 4), bits % 4 != 0 && bits % 8 >= 4);
+        PendingCall {
+            signature: u64::from(signature % 8) + if by_name { 100 * key } else { 0 },
+            by_pairs: 0,
+            key,
+            by_name,
+            age: Age::New,
+            kind: Kind::TakesZeros,
+            memory: u32::from(bits / 8 % 3),
+            stays_behind: bits / 8 % 3 != 0 && bits >= 128,
+        }
     };
     let mut ranks: Vec<Rank> = input
         .ranks
@@ -88,13 +95,12 @@ fuzz_target!(|input: Input| {
         let lists: Vec<PendingCalls> = ranks.iter().map(Rank::list).collect();
         let decision = decide(&lists);
         // The calls that do not fit into a message follow in the next decision.
-        let front = if let Reconciliation::Run(order) = &decision { order.len() } else { 0 };
         match decision.truncated(limit) {
             Reconciliation::Run(order) => {
                 assert!(!order.is_empty());
-                ranks.iter_mut().for_each(|rank| rank.run(&order, front));
+                ranks.iter_mut().for_each(|rank| rank.run(&order));
             }
-            Reconciliation::Fail(positions) => {
+            Reconciliation::Fail(positions) | Reconciliation::Contrary(positions) => {
                 assert_eq!(positions.len(), ranks.len());
                 assert!(positions.iter().any(Option::is_some), "something is given up");
                 for (rank, position) in ranks.iter_mut().zip(positions) {

@@ -20,6 +20,7 @@ _CallSpec = tuple[
     str | None,
     float,
     tuple[float, float],
+    bool,
 ]
 _MessageSpec = tuple[Sequence[NDArray[Any]], int, int, str | None, float]
 

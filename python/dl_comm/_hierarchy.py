@@ -107,7 +107,7 @@ class _Handle:
         def call(step: Step, values: list[Any]) -> list[Any]:
             written = None if step.collective == _REDUCE and step.group.rank else here
             code = (step.collective, step.operator, 0, 1)
-            step.group.handle.run((*code, values, written, None, None, name, timeout, step.factors))
+            step.group.handle.run((*code, values, written, None, None, name, timeout, step.factors, False))
             return here
 
         for result, value in zip(results, run_steps(steps, given, call), strict=True):

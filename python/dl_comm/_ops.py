@@ -82,7 +82,7 @@ class _Call:
     ) -> Any:
         """Runs or starts the call; ``result`` makes the caller's result once it has ended."""
         what = (self.kind.code, operator, root, blocks, sources, destinations)
-        spec = (*what, *counts, self.name, self.timeout, factors)
+        spec = (*what, *counts, self.name, self.timeout, factors, False)
         handle = self.group.handle
         if self.async_op:
             return Work(handle.start(spec), lambda _: result())
@@ -111,7 +111,7 @@ def allreduce(x: Any, op: str, prescale: float, postscale: float, common: tuple[
         # Such an array needs no checks here, and a short call no more than this.
         result = new_result_like(x) if out is None else x
         wait = 0.0 if timeout is None else limit(timeout)
-        spec = (_ALLREDUCE, OPERATORS[op], 0, 1, [x], [result], None, None, name, wait, NO_FACTORS)
+        spec = (_ALLREDUCE, OPERATORS[op], 0, 1, [x], [result], None, None, name, wait, NO_FACTORS, False)
         members(group, _ALLREDUCE).handle.run(spec)
         return result
     call = _Call(Allreduce, *common)

@@ -122,8 +122,8 @@ pub fn join(py: Python<'_>, group: Option<&Bound<'_, Group>>, timeout: f64) -> P
 }
 
 /// A call as Python describes it: collective, operator, root, the number of blocks in the shorter array, read arrays and
-/// written arrays (`None` where this rank has none), counts, name, deadline as in `dl_comm_call_t`, and the factors of a
-/// scaled sum. A tuple, because reading it is fast.
+/// written arrays (`None` where this rank has none), counts, name, deadline as in `dl_comm_call_t`, the factors of a scaled
+/// sum, and whether it matches by its name. A tuple, because reading it is fast.
 type CallSpec<'py> = (
     c_int,
     c_int,
@@ -136,6 +136,7 @@ type CallSpec<'py> = (
     Option<Bound<'py, PyString>>,
     f64,
     (f64, f64),
+    bool,
 );
 
 /// A call with everything that its C structure points to.
@@ -155,7 +156,7 @@ unsafe impl Sync for CCall {}
 impl CCall {
     fn new(py: Python<'_>, spec: CallSpec<'_>) -> PyResult<CCall> {
         let (collective, reduce, root, blocks, sources, destinations, ..) = spec;
-        let (.., send_counts, receive_counts, name, timeout, (prescale, postscale)) = spec;
+        let (.., send_counts, receive_counts, name, timeout, (prescale, postscale), by_name) = spec;
         let buffers = Buffers::of_call(py, sources.as_deref(), destinations.as_deref(), blocks)?;
         let name = c_name(name.as_ref())?;
         let place = |counts: &Option<Vec<usize>>| counts.as_ref().map_or(ptr::null(), |counts| counts.as_ptr());
@@ -164,7 +165,7 @@ impl CCall {
             collective,
             reduce,
             root,
-            flags: 0,
+            flags: if by_name { ffi::DL_COMM_BY_NAME.cast_signed() } else { 0 },
             buffers: buffers.as_ptr(),
             count: buffers.len(),
             send_counts: place(&send_counts),

@@ -320,6 +320,47 @@ static void adasum(void) {
   REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "adasum is an operator of allreduce");
 }
 
+/* Calls that match by name, in contrary orders; rank 0 has all in flight, and waits for the last first. */
+static void by_name(void) {
+  enum { CALLS = 100, LENGTH = 300 };
+  static int32_t data[CALLS][LENGTH];
+  char names[CALLS][24];
+  dl_comm_work_t* works[CALLS] = {NULL};
+  for (int index = 0; index < CALLS; ++index) {
+    const int number = rank == 0 ? index : CALLS - 1 - index;
+    snprintf(names[number], sizeof names[number], "call %d", number);
+    for (size_t at = 0; at < LENGTH; ++at) data[number][at] = element(rank, number, at);
+    dl_comm_buffer_t buffer = buffer_of(data[number], data[number], LENGTH);
+    dl_comm_call_t call = call_on(DL_COMM_ALLREDUCE, &buffer);
+    call.name = names[number];
+    call.flags = DL_COMM_BY_NAME;
+    if (rank == 0) {
+      EXPECT(dl_comm_start(group, &call, &works[number]) == 0);
+    } else {
+      EXPECT(dl_comm_run(group, &call) == 0);
+    }
+  }
+  for (int number = CALLS - 1; number >= 0; --number) {
+    if (rank == 0) EXPECT(dl_comm_wait(works[number], 0) == 0 && dl_comm_work_free(works[number]) == 0);
+    for (size_t at = 0; at < LENGTH; ++at) EXPECT(data[number][at] == sum(number, at));
+  }
+
+  int32_t value = 1;
+  dl_comm_buffer_t buffer = buffer_of(&value, &value, 1);
+  dl_comm_call_t call = call_on(DL_COMM_ALLREDUCE, &buffer);
+  call.flags = DL_COMM_BY_NAME;
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "needs a name");
+  call.name = "a name";
+  call.flags = 2 | DL_COMM_BY_NAME;
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "flags is 3");
+  if (size > 1) {
+    call.flags = DL_COMM_BY_NAME;
+    call.reduce = rank == 0 ? DL_COMM_SUM : DL_COMM_MAX;
+    REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_MISMATCH, "'a name' by name");
+  }
+  EXPECT(value == 1);
+}
+
 static void errors(void) {
   int32_t data[2 * MOST] = {0};
   dl_comm_buffer_t buffer = buffer_of(data, data + MOST, 1);
@@ -383,6 +424,7 @@ int main(void) {
   repeated();
   operators();
   adasum();
+  by_name();
   errors();
   refuse_copies();
   for (int kind = PRIVATE; kind <= DIFFERENT; ++kind) every_collective(LONGEST * 3, 0, (kind_t)kind);

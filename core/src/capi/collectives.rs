@@ -37,7 +37,7 @@ pub struct CCall {
     pub reduce: c_int,
     /// The root.
     pub root: c_int,
-    /// Reserved; 0.
+    /// 0 or [`BY_NAME`].
     pub flags: c_int,
     /// The tensors.
     pub buffers: *const CBuffer,
@@ -84,18 +84,25 @@ impl Callback {
     }
 }
 
+/// `DL_COMM_BY_NAME`
+const BY_NAME: c_int = 1;
+
 #[cold]
 fn unknown_flags(flags: c_int) -> Error {
-    Error::Invalid(format!("flags is {flags}; this version of dl_comm knows none"))
+    Error::Invalid(format!("flags is {flags}; this version of dl_comm knows DL_COMM_BY_NAME (1) only"))
 }
 
 impl CCall {
     #[inline(always)]
     fn request(&self) -> Result<Request> {
-        if self.flags != 0 {
+        if self.flags & !BY_NAME != 0 {
             return Err(unknown_flags(self.flags));
         }
         Request::from_codes(self.collective, self.reduce, (self.prescale, self.postscale), self.root)
+    }
+
+    fn is_by_name(&self) -> bool {
+        self.flags & BY_NAME != 0
     }
 
     /// Runs a call with even blocks on host memory by the fast path. `None`: no effect.
@@ -115,7 +122,9 @@ impl CCall {
                     views(self.buffers, self.count, list).ok()?;
                     *name = text(self.name);
                     match self.request() {
-                        Ok(Request::Collective(op)) => Some(SmallCallInput { op, name, views: list }),
+                        Ok(Request::Collective(op)) => {
+                            Some(SmallCallInput { op, name, by_name: self.is_by_name(), views: list })
+                        }
                         Ok(Request::Adasum) | Err(_) => None,
                     }
                 },
@@ -151,7 +160,7 @@ impl CCall {
         let counts = request.counts(send, lengths(self.receive_counts, "receive_counts")?)?;
         // SAFETY: the caller's promise.
         let (name, device) = unsafe { (text(self.name).into_owned(), to_device(self.device)) };
-        Ok(CallOptions { name, timeout, device, counts, ..CallOptions::default() })
+        Ok(CallOptions { name, by_name: self.is_by_name(), timeout, device, counts, ..CallOptions::default() })
     }
 }
 

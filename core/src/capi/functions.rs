@@ -462,7 +462,7 @@ pub unsafe extern "C" fn dl_comm_broadcast_on(
         unsafe {
             let mut list = Views::new();
             views(buffers, count, &mut list)?;
-            let call = SmallCall { name: &text(name), timeout: Timeout::from_seconds(timeout) };
+            let call = SmallCall { name: &text(name), by_name: false, timeout: Timeout::from_seconds(timeout) };
             collectives::run_on_all(collectives::broadcast_from(root)?, &list, call, to_device(device))
         }
     })

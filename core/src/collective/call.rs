@@ -37,6 +37,7 @@ pub struct Call {
     channels: usize,
     config: CallConfig,
     name: String,
+    by_name: bool,
     names: TensorNames,
     schedule_position: String,
     producer: Option<Arc<CallerStream>>,
@@ -131,6 +132,7 @@ impl Call {
             channels,
             config,
             name,
+            by_name: false,
             names,
             schedule_position: String::new(),
             producer: None,
@@ -148,6 +150,28 @@ impl Call {
     /// Those of [`Call::new`], which do not occur.
     pub fn absent(config: CallConfig) -> Result<Call> {
         Call::new(Op::BARRIER, Vec::new(), Counts::Even, ABSENT, "", String::new(), config)
+    }
+
+    /// As [`Call::absent`], of a rank that has only calls that lack their counterparts: no other rank's call matches it.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn waiting(config: CallConfig) -> Result<Call> {
+        let rank = config.rank as u64;
+        let call = Call::absent(config)?;
+        Ok(Call { signature: xxh3_64_with_seed(&rank.to_le_bytes(), call.signature), ..call })
+    }
+
+    /// Makes it match by its name, wherever the ranks make it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] without a name.
+    pub fn into_by_name(self) -> Result<Call> {
+        if self.name.is_empty() {
+            return Err(Error::Invalid("a call that matches by name needs a name".into()));
+        }
+        let [signature, list_hash] = [self.signature, self.list_hash].map(|hash| xxh3_64_with_seed(b"by name", hash));
+        Ok(Call { by_name: true, signature, list_hash, ..self })
     }
 
     /// Makes it the call of a rank that joins, which no other call matches.
@@ -216,7 +240,8 @@ impl Call {
         let replicas = if tensors.is_empty() { Vec::new() } else { vec![tensors] };
         let call = Call::new(self.op, replicas, counts, &self.name, "", names, config)?;
         let schedule_position = self.schedule_position.clone();
-        Ok(Call { signature: self.host_signature(), schedule_position, pinned: true, ..call })
+        let (signature, by_name) = (self.host_signature(), self.by_name);
+        Ok(Call { signature, by_name, schedule_position, pinned: true, ..call })
     }
 
     /// The signature of the call if it runs in host memory.
@@ -237,6 +262,7 @@ impl Call {
             channels: self.channels,
             config: self.config.clone(),
             name: self.name.clone(),
+            by_name: self.by_name,
             names: TensorNames::default(),
             schedule_position: self.schedule_position.clone(),
             producer: None,
@@ -264,6 +290,7 @@ impl Call {
             channels: 1,
             config: self.config.clone(),
             name: self.name.clone(),
+            by_name: self.by_name,
             names: TensorNames::default(),
             schedule_position: String::new(),
             producer: None,
@@ -304,6 +331,11 @@ impl Call {
     /// Name, with the instance.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Whether it matches by its name, wherever the ranks make it.
+    pub fn is_by_name(&self) -> bool {
+        self.by_name
     }
 
     /// The names of the tensors.

@@ -19,7 +19,8 @@ impl Call {
     /// The call in a line, without its schedule position.
     pub fn name_line(&self) -> String {
         let name = self.name();
-        let name = if name.is_empty() { String::new() } else { format!(" '{name}'") };
+        let by_name = if self.is_by_name() { " by name" } else { "" };
+        let name = if name.is_empty() { String::new() } else { format!(" '{name}'{by_name}") };
         let group = self.group().name().suffix();
         let group = if self.producer().is_some() { group + " on a GPU" } else { group };
         let what = self.op.title();
@@ -53,10 +54,10 @@ impl Call {
         text
     }
 
-    /// Hash of operation and name; 0 for a call without a name.
-    pub fn key(&self) -> u32 {
-        let hash = xxh3_64_with_seed(self.name().as_bytes(), self.op.collective.code as u64);
-        if self.name().is_empty() { 0 } else { (hash >> 32) as u32 | 1 }
+    /// Hash of the name, and of the operation unless the call matches by name; 0 for a call without a name.
+    pub fn key(&self) -> u64 {
+        let operation = if self.is_by_name() { 0 } else { self.op.collective.code as u64 };
+        if self.name().is_empty() { 0 } else { xxh3_64_with_seed(self.name().as_bytes(), operation).max(1) }
     }
 
     /// The call in a line with its first tensor, for messages about ranks that lack it.

@@ -1,18 +1,25 @@
 //! Matching of calls after a mismatch of signatures: decides from all ranks' pending calls what to run next.
 //!
 //! Each rank sends its pending calls in submission order, and all ranks decide the same from the same lists
-//! ([`decide`]). If the first calls are the same on all ranks except for their order, they run in the order of rank 0, but
-//! a call that shares memory with one before it on any rank stays behind that one. So submitting the same calls in
-//! different order costs only this exchange. Calls fail if the ranks need contrary orders.
+//! ([`decide`]). There are two kinds of calls:
+//! - Calls that match by name ([`PendingCall::by_name`]) match wherever they stand; those of one name in their order.
+//! - Of the others, none is skipped: a later one would match that of another training step. If the first of them are the
+//!   same on all ranks except for their order, they run.
+//!
+//! What runs, runs in the order of rank 0, but a call that shares memory with one before it on any rank stays behind that
+//! one. So submitting the same calls in different order costs only this exchange. A call fails if the ranks need contrary
+//! orders.
 //!
 //! Calls that differ only in whether they name a length for each pair of ranks take the form that does
 //! ([`Reconciliation::ByPairs`]). That form has one signature for all lengths, so it is the second choice.
 //!
-//! No call is skipped: later calls would match those of another training step. A call without a counterpart waits until
-//! none can come. Then every rank fails a call, with an error that lists each rank's call:
-//! - early, if all ranks have a call of one name but with different contents ([`Age::Conflicting`]);
-//! - if no rank expects further calls ([`Outlook::Settled`]), or a call has waited too long ([`Age::Expired`]): the
-//!   oldest.
+//! A call without a counterpart waits until none can come. Then every rank fails a call, with an error that lists each
+//! rank's call:
+//! - early, if all ranks have a call of one name but with different contents: by name at once, others after a while
+//!   ([`Age::Conflicting`]), because they may match in another order;
+//! - if no rank expects further calls ([`Outlook::Settled`]), or a call that does not match by name has waited too long
+//!   ([`Age::Expired`]): the oldest of these on each rank, or else one name. A rank drops a call by name at its deadline,
+//!   without the others.
 //!
 //! A rank that waits in another group participates with an empty list, which detects ranks that wait for each other in
 //! different groups. Then nothing fails while any rank computes, because that rank may just be slow.
@@ -24,72 +31,13 @@
 //! The protocol is optimistic: only different signatures start it. Horovod's coordinator (Sergeev and Del Balso, 2018)
 //! negotiates every tensor instead. Pure; no I/O.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 
 use serde::{Deserialize, Serialize};
 
-/// A submitted call that has not run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PendingCall {
-    /// Equal for matching calls.
-    pub signature: u64,
-    /// The signature of the call in the form in which the ranks know only their own lengths; 0 if it has none.
-    pub by_pairs: u64,
-    /// Equal for calls of one operation and name, with any content; 0 for calls without a name.
-    pub key: u32,
-    /// How long it has waited for its counterpart.
-    pub age: Age,
-    /// What ranks that have joined do about it.
-    pub kind: Kind,
-    /// Its memory conflicts with that of a call before it in the list. It stays behind all that are.
-    pub stays_behind: bool,
-}
-
-/// What ranks that have joined do about a call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Kind {
-    /// They contribute zeros.
-    TakesZeros,
-    /// They cannot take part.
-    NeedsAll,
-    /// The call of a rank that has joined.
-    Join,
-}
-
-/// How long a call has waited for its counterpart, by its rank's clock.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Age {
-    /// Less than the other limits.
-    New,
-    /// Long enough to treat a call of the same name and other content as a conflict.
-    Conflicting,
-    /// Too long, even if a counterpart may still come.
-    Expired,
-}
-
-/// The calls of one rank.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PendingCalls {
-    /// Oldest first.
-    pub calls: Vec<PendingCall>,
-    /// Whether more calls can come.
-    pub outlook: Outlook,
-    /// Whether every thread that has called this group waits for one of these calls.
-    pub quiet: bool,
-}
-
-/// Whether a rank may submit further calls.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Outlook {
-    /// It computes or is not blocked, and may submit a call at any time.
-    Busy,
-    /// It is blocked, in this or another group, and may submit more.
-    Open,
-    /// No call before one of those that it waits for has ended.
-    Settled,
-    /// No call at all: it has freed its group.
-    Closed,
-}
+use super::common_calls::{Found, conflict, find};
+use super::pending_calls::MAX_HEADER_BYTES;
+pub use super::pending_calls::{Age, Kind, Outlook, PendingCall, PendingCalls};
 
 /// The status of a rank, reported to ranks that wait for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -132,6 +80,8 @@ pub enum Reconciliation {
     ByPairs(u64),
     /// Fail the calls at these positions, by rank: they do not match.
     Fail(Vec<Option<usize>>),
+    /// Fail the call at these positions, by rank: with calls on the same memory, it needs contrary orders.
+    Contrary(Vec<Option<usize>>),
     /// Decide again after new calls; the current status by rank.
     Wait(Vec<RankStatus>),
 }
@@ -139,17 +89,18 @@ pub enum Reconciliation {
 /// The decision for `lists`, by rank.
 pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
     let all: Vec<&PendingCalls> = lists.iter().collect();
-    if let Some(count) = common_prefix(&all) {
-        return match order(&all, count) {
-            Ok(order) => Reconciliation::Run(order),
-            Err(positions) => Reconciliation::Fail(positions.into_iter().map(Some).collect()),
-        };
+    let of_all = |positions: Vec<usize>| positions.into_iter().map(Some).collect();
+    match find(&all) {
+        Some(Found::Common(order)) => return Reconciliation::Run(order),
+        Some(Found::Different(positions)) => return Reconciliation::Fail(of_all(positions)),
+        Some(Found::Contrary(positions)) => return Reconciliation::Contrary(of_all(positions)),
+        None => {}
     }
     if let Some(signature) = common_by_pairs(lists) {
         return Reconciliation::ByPairs(signature);
     }
-    if let Some(conflict) = conflict(&all) {
-        return Reconciliation::Fail(conflict);
+    if let Some(positions) = conflict(&all, false) {
+        return Reconciliation::Fail(of_all(positions));
     }
     if let Some(decision) = decide_for_joined(lists) {
         return decision;
@@ -162,12 +113,31 @@ pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
     };
     let busy = several_groups && lists.iter().any(|list| list.outlook == Outlook::Busy);
     if lists.iter().any(closed) || !busy && (lists.iter().any(expired) || lists.iter().all(settled)) {
-        // A rank that has joined stays while others have calls: these fail, and those that follow may match.
-        let others_call = lists.iter().any(|list| !list.calls.is_empty() && !list.has_joined());
-        let stays = |list: &PendingCalls| list.calls.is_empty() || others_call && list.has_joined();
-        return Reconciliation::Fail(lists.iter().map(|list| (!stays(list)).then_some(0)).collect());
+        return Reconciliation::Fail(unmatched(lists));
     }
     Reconciliation::Wait(lists.iter().map(RankStatus::of).collect())
+}
+
+/// What fails if no call has a counterpart: the oldest call of each rank that does not match by name. Without such calls,
+/// one name, so that the others may still match: the oldest that some rank lacks, of the rank with the fewest calls, which
+/// waits for it.
+fn unmatched(lists: &[PendingCalls]) -> Vec<Option<usize>> {
+    // A rank that has joined stays while others have calls: these fail, and those that follow may match.
+    let others_call = lists.iter().any(|list| !list.calls.is_empty() && !list.has_joined());
+    let stays = |list: &PendingCalls| others_call && list.has_joined();
+    let in_order = |list: &PendingCalls| list.calls.iter().position(|call| !call.by_name).filter(|_| !stays(list));
+    let oldest: Vec<Option<usize>> = lists.iter().map(in_order).collect();
+    if oldest.iter().any(Option::is_some) {
+        return oldest;
+    }
+    let names = |list: &PendingCalls| list.calls.iter().map(|call| call.key).collect::<HashSet<u64>>();
+    let all: Vec<HashSet<u64>> = lists.iter().map(names).collect();
+    let mut callers: Vec<&PendingCalls> = lists.iter().filter(|list| !stays(list)).collect();
+    callers.sort_by_key(|list| list.calls.len());
+    let calls = || callers.iter().flat_map(|list| &list.calls);
+    let lacking = calls().find(|call| all.iter().any(|names| !names.contains(&call.key)));
+    let name = lacking.or_else(|| calls().next()).map(|call| call.key);
+    lists.iter().map(|list| list.calls.iter().position(|call| Some(call.key) == name)).collect()
 }
 
 /// The decision for the ranks that have not joined, if others have and these have a common call or a conflict.
@@ -176,77 +146,23 @@ fn decide_for_joined(lists: &[PendingCalls]) -> Option<Reconciliation> {
     if joined.is_empty() || active.is_empty() {
         return None;
     }
-    let positions = match common_prefix(&active).map(|count| order(&active, count)) {
-        Some(Ok(order)) => {
-            let first = order[0];
-            let find = |list: &&PendingCalls| list.calls.iter().position(|call| call.signature == first);
-            let positions: Vec<Option<usize>> = active.iter().map(find).collect();
-            if positions[0].is_some_and(|position| active[0].calls[position].kind == Kind::TakesZeros) {
-                return Some(Reconciliation::StandIn(first));
+    let of_active = |positions: Vec<usize>| {
+        let mut positions = positions.into_iter();
+        let position = |list: &PendingCalls| if list.has_joined() { None } else { positions.next() };
+        lists.iter().map(position).collect::<Vec<Option<usize>>>()
+    };
+    Some(match find(&active).or_else(|| conflict(&active, false).map(Found::Different))? {
+        Found::Common(order) => {
+            let find = |list: &&PendingCalls| list.calls.iter().position(|call| call.signature == order[0]);
+            let positions: Vec<usize> = active.iter().filter_map(find).collect();
+            if active[0].calls[positions[0]].kind == Kind::TakesZeros {
+                return Some(Reconciliation::StandIn(order[0]));
             }
-            positions
+            Reconciliation::Fail(of_active(positions))
         }
-        Some(Err(positions)) => positions.into_iter().map(Some).collect(),
-        None => conflict(&active)?,
-    };
-    let mut positions = positions.into_iter();
-    let position = |list: &PendingCalls| if list.has_joined() { None } else { positions.next().flatten() };
-    Some(Reconciliation::Fail(lists.iter().map(position).collect()))
-}
-
-/// The smallest number of calls at the front of all lists that are the same up to order.
-fn common_prefix(lists: &[&PendingCalls]) -> Option<usize> {
-    let (first, others) = lists.split_first()?;
-    // For each other rank: by signature, its count minus that of the first rank, without zeros.
-    let mut surplus: Vec<HashMap<u64, i64>> = vec![HashMap::new(); others.len()];
-    let count = |surplus: &mut HashMap<u64, i64>, signature: u64, by: i64| {
-        let entry = surplus.entry(signature).or_insert(0);
-        *entry += by;
-        if *entry == 0 {
-            surplus.remove(&signature);
-        }
-    };
-    for (position, call) in first.calls.iter().enumerate() {
-        for (surplus, other) in surplus.iter_mut().zip(others) {
-            count(surplus, other.calls.get(position)?.signature, 1);
-            count(surplus, call.signature, -1);
-        }
-        if surplus.iter().all(HashMap::is_empty) {
-            return Some(position + 1);
-        }
-    }
-    None
-}
-
-/// The order in which the first `count` calls run, which are the same on all ranks: that of rank 0, as far as calls need
-/// not stay behind others. The positions of the calls that are in each other's way, if there is none.
-fn order(lists: &[&PendingCalls], count: usize) -> Result<Vec<u64>, Vec<usize>> {
-    let first: Vec<u64> = lists[0].calls[..count].iter().map(|call| call.signature).collect();
-    if !lists.iter().any(|list| list.calls[..count].iter().any(|call| call.stays_behind)) {
-        return Ok(first);
-    }
-    // By rank, the calls that have not been chosen, in the rank's order.
-    let mut left: Vec<Vec<usize>> = vec![(0..count).collect(); lists.len()];
-    let mut chosen = Vec::with_capacity(count);
-    while chosen.len() < count {
-        // Where each rank has the call, if that may be next there.
-        let places = |signature: u64| {
-            let place = |(list, left): (&&PendingCalls, &Vec<usize>)| {
-                let place = left.iter().position(|&position| list.calls[position].signature == signature)?;
-                (place == 0 || !list.calls[left[place]].stays_behind).then_some(place)
-            };
-            lists.iter().zip(&left).map(place).collect::<Option<Vec<usize>>>()
-        };
-        let next = left[0].iter().find_map(|&position| Some((first[position], places(first[position])?)));
-        let Some((signature, places)) = next else {
-            return Err(left.iter().map(|left| left[0]).collect());
-        };
-        chosen.push(signature);
-        for (left, place) in left.iter_mut().zip(places) {
-            left.remove(place);
-        }
-    }
-    Ok(chosen)
+        Found::Different(positions) => Reconciliation::Fail(of_active(positions)),
+        Found::Contrary(positions) => Reconciliation::Contrary(of_active(positions)),
+    })
 }
 
 /// The signature of a call by pairs that another call could have.
@@ -259,43 +175,6 @@ fn common_by_pairs(lists: &[PendingCalls]) -> Option<u64> {
     calls().map(|call| call.signature).find(|signature| forms.contains(signature))
 }
 
-/// By rank, the position of a call whose name all ranks have had for a while, with different signatures.
-fn conflict(lists: &[&PendingCalls]) -> Option<Vec<Option<usize>>> {
-    let find =
-        |list: &PendingCalls, key: u32| list.calls.iter().position(|call| call.key == key && call.age != Age::New);
-    let keys = lists.first()?.calls.iter().map(|call| call.key).filter(|&key| key != 0);
-    let positions = |key: u32| lists.iter().map(|list| find(list, key)).collect::<Option<Vec<usize>>>();
-    let differ = |positions: &Vec<usize>| {
-        let mut signatures = lists.iter().zip(positions).map(|(list, &position)| list.calls[position].signature);
-        let first = signatures.next();
-        signatures.any(|signature| Some(signature) != first)
-    };
-    let positions = keys.into_iter().filter_map(positions).find(differ)?;
-    Some(positions.into_iter().map(Some).collect())
-}
-
-/// Maximum encoded bytes of a call: two signatures, a key, an age, a kind and a flag.
-const MAX_CALL_BYTES: usize = 28;
-/// Maximum encoded bytes of a list without its calls, and of a decision without its entries.
-const MAX_HEADER_BYTES: usize = 16;
-
-impl PendingCalls {
-    /// Whether the rank has joined, and its earlier calls have run.
-    fn has_joined(&self) -> bool {
-        self.calls.first().is_some_and(|call| call.kind == Kind::Join)
-    }
-
-    /// Splits the list into parts of at most `max_bytes` encoded bytes; at least one part.
-    pub fn pages(&self, max_bytes: usize) -> impl ExactSizeIterator<Item = PendingCalls> {
-        let per_page = (max_bytes.saturating_sub(MAX_HEADER_BYTES) / MAX_CALL_BYTES).max(1);
-        let count = self.calls.len().div_ceil(per_page).max(1);
-        (0..count).map(move |page| {
-            let calls = self.calls.iter().skip(page * per_page).take(per_page).copied().collect();
-            PendingCalls { calls, outlook: self.outlook, quiet: self.quiet }
-        })
-    }
-}
-
 impl Reconciliation {
     /// The decision in about `max_bytes` encoded bytes. Signatures that do not fit are then at the front of all lists
     /// and follow in the next decision. With very many ranks the status of the last ranks is dropped.
@@ -304,7 +183,10 @@ impl Reconciliation {
         match &mut self {
             Reconciliation::Run(order) => order.truncate((capacity / 10).max(1)),
             Reconciliation::Wait(ranks) => ranks.truncate(capacity / 3),
-            Reconciliation::Fail(_) | Reconciliation::StandIn(_) | Reconciliation::ByPairs(_) => {}
+            Reconciliation::Fail(_)
+            | Reconciliation::Contrary(_)
+            | Reconciliation::StandIn(_)
+            | Reconciliation::ByPairs(_) => {}
         }
         self
     }
@@ -313,6 +195,8 @@ impl Reconciliation {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::collections::HashMap;
+
     use super::*;
     use crate::codec::{decode, encode};
     use proptest::prelude::*;
@@ -322,8 +206,10 @@ mod tests {
             signature,
             by_pairs: 0,
             key: 0,
+            by_name: false,
             age: Age::New,
             kind: Kind::TakesZeros,
+            memory: 0,
             stays_behind: false,
         };
         let outlook = if settled { Outlook::Settled } else { Outlook::Open };
@@ -446,14 +332,16 @@ mod tests {
     fn calls_stay_behind_those_whose_memory_they_share() {
         let behind = |signatures: &[u64], which: u64| {
             let mut list = list(signatures, false);
-            list.calls.iter_mut().for_each(|call| call.stays_behind = call.signature == which);
+            for call in &mut list.calls {
+                (call.memory, call.stays_behind) = (1, call.signature == which);
+            }
             list
         };
         let run = |order: &[u64]| Reconciliation::Run(order.to_vec());
         assert_eq!(decide(&[list(&[2, 1, 3], false), behind(&[1, 3, 2], 2)]), run(&[1, 3, 2]));
         assert_eq!(decide(&[list(&[2, 1, 3], false), behind(&[3, 1, 2], 1)]), run(&[2, 3, 1]));
         let contrary = decide(&[behind(&[1, 2], 2), behind(&[2, 1], 1)]);
-        assert_eq!(contrary, Reconciliation::Fail(vec![Some(0), Some(0)]));
+        assert_eq!(contrary, Reconciliation::Contrary(vec![Some(0), Some(1)]));
         let after = decide(&[behind(&[3, 1, 2], 2), behind(&[3, 2, 1], 1)]);
         assert_eq!(after, run(&[3]), "the common call in front");
         let joined = {
@@ -464,19 +352,124 @@ mod tests {
         assert_eq!(decide(&[list(&[2, 1], false), joined, behind(&[1, 2], 2)]), Reconciliation::StandIn(1));
     }
 
+    /// Calls by name: signature n * 10 + k is of name n.
+    fn by_name(signatures: &[u64]) -> PendingCalls {
+        let mut list = list(signatures, false);
+        for call in &mut list.calls {
+            (call.by_name, call.key) = (true, call.signature / 10 + 1);
+        }
+        list
+    }
+
+    #[test]
+    fn calls_by_name_match_wherever_they_stand() {
+        let run = |order: &[u64]| Reconciliation::Run(order.to_vec());
+        assert_eq!(decide(&[by_name(&[10, 20, 30]), by_name(&[30]), by_name(&[40, 30, 20])]), run(&[30]));
+        assert!(waits(&[by_name(&[10, 20]), by_name(&[30])]));
+        assert_eq!(decide(&[by_name(&[10, 11]), by_name(&[10])]), run(&[10]), "the first of one name");
+        assert_eq!(decide(&[by_name(&[10, 10, 20]), by_name(&[10, 10])]), run(&[10, 10]));
+        // Those without a name to match by keep the places among themselves.
+        let mixed = |signatures: &[u64], named: u64| {
+            let mut list = by_name(signatures);
+            list.calls.iter_mut().for_each(|call| call.by_name = call.signature == named);
+            list
+        };
+        assert_eq!(decide(&[mixed(&[10, 20, 30], 20), mixed(&[30, 20, 40], 20)]), run(&[20]));
+        assert_eq!(decide(&[mixed(&[20, 30, 10], 10), mixed(&[30, 20, 40], 10)]), run(&[20, 30]));
+        let (one, other) = (mixed(&[20], 20), mixed(&[20], 10));
+        assert!(waits(&[one, other]), "both must match by name");
+    }
+
+    #[test]
+    fn a_conflict_of_a_name_fails_this_name_only() {
+        let lists = [by_name(&[20, 10, 30]), by_name(&[10, 40, 21])];
+        assert_eq!(decide(&lists), Reconciliation::Fail(vec![Some(0), Some(2)]));
+        assert_eq!(decide(&[by_name(&[10, 30]), by_name(&[10, 40])]), Reconciliation::Run(vec![10]));
+        let waits_for_a_rank = [by_name(&[20]), by_name(&[21]), by_name(&[30])];
+        assert!(waits(&waits_for_a_rank), "the last rank gets the error too");
+        // Two forms of one all-to-all.
+        let mut even = by_name(&[20]);
+        even.calls[0].by_pairs = 21;
+        assert_eq!(decide(&[even, by_name(&[21])]), Reconciliation::ByPairs(21));
+    }
+
+    #[test]
+    fn one_name_fails_if_no_call_can_come() {
+        let settled = |signatures: &[u64]| PendingCalls { outlook: Outlook::Settled, ..by_name(signatures) };
+        let decision = decide(&[settled(&[10, 20, 30]), settled(&[40]), settled(&[10, 50])]);
+        assert_eq!(decision, Reconciliation::Fail(vec![None, Some(0), None]), "that of the rank with the fewest");
+        assert_eq!(decide(&[settled(&[10]), settled(&[20, 30])]), Reconciliation::Fail(vec![Some(0), None]));
+        // The last two share memory. Both ranks have both names, but only one has a second call of one of them.
+        let chain = |signatures: &[u64]| {
+            let mut list = settled(signatures);
+            let last = signatures.len() - 1;
+            (list.calls[last - 1].memory, list.calls[last].memory, list.calls[last].stays_behind) = (1, 1, true);
+            list
+        };
+        let behind_a_second = decide(&[chain(&[30, 31, 10]), chain(&[10, 30])]);
+        assert_eq!(behind_a_second, Reconciliation::Fail(vec![Some(2), Some(0)]));
+        let in_order = list(&[7], true);
+        assert_eq!(decide(&[settled(&[10]), in_order]), Reconciliation::Fail(vec![None, Some(0)]));
+    }
+
+    #[test]
+    fn calls_by_name_keep_their_places_on_shared_memory() {
+        let shared = |signatures: &[u64], of: &[(u64, bool)]| {
+            let mut list = by_name(signatures);
+            for call in &mut list.calls {
+                if let Some((_, behind)) = of.iter().find(|(signature, _)| *signature == call.signature) {
+                    (call.memory, call.stays_behind) = (1, *behind);
+                }
+            }
+            list
+        };
+        let chain = shared(&[10, 20, 30], &[(20, false), (30, true)]);
+        assert_eq!(decide(&[by_name(&[30, 20]), chain.clone()]), Reconciliation::Run(vec![20, 30]));
+        assert!(waits(&[by_name(&[30]), chain.clone()]), "its rank may still make the call before it");
+        assert_eq!(decide(&[by_name(&[30, 10]), chain]), Reconciliation::Run(vec![10]));
+        let [one, other] = [&[20, 10, 30], &[30, 10, 20]]
+            .map(|signatures: &[u64; 3]| shared(signatures, &[(signatures[0], false), (signatures[2], true)]));
+        assert_eq!(decide(&[one, other]), Reconciliation::Contrary(vec![Some(0), Some(2)]));
+    }
+
+    /// The calls of a rank in its order, and how many of them are in flight at most.
+    #[derive(Debug, Clone)]
+    struct Script {
+        calls: Vec<u64>,
+        window: usize,
+    }
+
+    /// The same calls, several of a name, in any order but for those of a name; and how many may be in flight.
+    fn scripts() -> impl Strategy<Value = Vec<Script>> {
+        let of_names = prop::collection::vec(1u64..4, 1..12);
+        of_names.prop_flat_map(|counts| {
+            let names: Vec<u64> =
+                (0u64..).zip(&counts).flat_map(|(name, &count)| (0..count).map(move |_| name)).collect();
+            let script = (Just(names).prop_shuffle(), 0usize..40).prop_map(|(names, window)| {
+                let mut made: HashMap<u64, u64> = HashMap::new();
+                let call = |name: &u64| {
+                    let number = made.entry(*name).or_default();
+                    *number += 1;
+                    name * 10 + *number - 1
+                };
+                Script { calls: names.iter().map(call).collect(), window }
+            });
+            prop::collection::vec(script, 2..5)
+        })
+    }
+
     fn any_list() -> impl Strategy<Value = PendingCalls> {
         let age = prop::sample::select(vec![Age::New, Age::New, Age::New, Age::Conflicting, Age::Expired]);
         let kind = prop::sample::select(vec![Kind::TakesZeros, Kind::TakesZeros, Kind::NeedsAll, Kind::Join]);
         let by_pairs = prop::sample::select(vec![0, 0, 0, 4, 5]);
-        let stays_behind = prop::sample::select(vec![false, false, false, true]);
-        let call = (0u64..6, by_pairs, 0u32..3, age, kind, stays_behind).prop_map(
-            |(signature, by_pairs, key, age, kind, stays_behind)| PendingCall {
-                signature,
-                by_pairs,
-                key,
-                age,
-                kind,
-                stays_behind,
+        let memory = (any::<bool>(), 0u32..3, any::<bool>());
+        let call = (0u64..6, by_pairs, 0u64..3, age, kind, memory).prop_map(
+            |(signature, by_pairs, key, age, kind, (named, memory, conflicts))| {
+                let by_name = named && key != 0;
+                // Calls of different names or kinds have different signatures.
+                let signature = if by_name { 100 * key + signature } else { signature };
+                let stays_behind = conflicts && memory != 0;
+                PendingCall { signature, by_pairs, key, by_name, age, kind, memory, stays_behind }
             },
         );
         let outlook = prop::sample::select(vec![Outlook::Busy, Outlook::Open, Outlook::Settled, Outlook::Closed]);
@@ -489,7 +482,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pages_fit_and_restore_the_list(list in any_list(), max_bytes in 44usize..120) {
+        fn pages_fit_and_restore_the_list(list in any_list(), max_bytes in 55usize..160) {
             let pages: Vec<PendingCalls> = list.pages(max_bytes).collect();
             for page in &pages {
                 let bytes = encode(&(page, true)).unwrap();
@@ -508,27 +501,79 @@ mod tests {
             prop_assert!(!first.is_empty() && order.starts_with(&first));
         }
 
+        /// Ranks make calls in their own orders. Rank `narrow` has few in flight, the others all.
+        #[test]
+        fn every_call_by_name_is_paired_once(mut scripts in scripts(), narrow in 0usize..5) {
+            let total = scripts[0].calls.len();
+            for (rank, script) in scripts.iter_mut().enumerate() {
+                script.window = if rank == narrow { 1 + script.window % total } else { total };
+            }
+            let (mut next, mut lists) = (vec![0; scripts.len()], vec![by_name(&[]); scripts.len()]);
+            let mut runs: Vec<Vec<u64>> = vec![Vec::new(); scripts.len()];
+            for _ in 0..=4 * total * scripts.len() {
+                for (rank, script) in scripts.iter().enumerate() {
+                    while next[rank] < total && lists[rank].calls.len() < script.window {
+                        lists[rank].calls.extend(by_name(&[script.calls[next[rank]]]).calls);
+                        next[rank] += 1;
+                    }
+                }
+                match decide(&lists) {
+                    Reconciliation::Run(order) => {
+                        for (list, runs) in lists.iter_mut().zip(&mut runs) {
+                            for signature in &order {
+                                let place = list.calls.iter().position(|call| call.signature == *signature).unwrap();
+                                list.calls.remove(place);
+                                runs.push(*signature);
+                            }
+                        }
+                    }
+                    decision => {
+                        prop_assert!(matches!(decision, Reconciliation::Wait(_)), "{:?}", decision);
+                        break;
+                    }
+                }
+            }
+            for runs in &runs {
+                let mut sorted = runs.clone();
+                sorted.sort_unstable();
+                sorted.dedup();
+                prop_assert_eq!(sorted.len(), total, "every call runs once");
+                let in_order = |name: u64| runs.iter().filter(move |&&run| run / 10 == name).copied().collect::<Vec<_>>();
+                for name in 0..12 {
+                    prop_assert!(in_order(name).is_sorted());
+                }
+            }
+            prop_assert!(runs.windows(2).all(|pair| pair[0] == pair[1]));
+        }
+
         #[test]
         fn every_decision_is_valid(lists in prop::collection::vec(any_list(), 2..5)) {
             let decision = decide(&lists);
             prop_assert_eq!(decode::<Reconciliation>(&encode(&decision).unwrap()).unwrap(), decision.clone());
             match decision {
-                Reconciliation::Run(mut order) => {
+                Reconciliation::Run(order) => {
                     prop_assert!(!order.is_empty());
+                    let mut chosen_of_first: Option<Vec<u64>> = None;
                     for list in &lists {
-                        let mut left = list.calls[..order.len()].to_vec();
+                        let mut left = list.calls.clone();
                         for signature in &order {
                             let place = left.iter().position(|call| call.signature == *signature).unwrap();
-                            prop_assert!(place == 0 || !left[place].stays_behind);
+                            let call = left[place];
+                            let before = &left[..place];
+                            prop_assert!(!call.stays_behind || before.iter().all(|other| other.memory != call.memory));
+                            prop_assert!(!call.by_name || before.iter().all(|other| !other.by_name || other.key != call.key));
                             left.remove(place);
                         }
-                    }
-                    order.sort_unstable();
-                    for list in &lists {
-                        let mut first: Vec<u64> =
-                            list.calls[..order.len()].iter().map(|call| call.signature).collect();
-                        first.sort_unstable();
-                        prop_assert_eq!(&first, &order);
+                        // The others keep their places: what is left of them does not depend on the rank.
+                        let others = list.calls.iter().filter(|call| !call.by_name).count();
+                        let chosen = others - left.iter().filter(|call| !call.by_name).count();
+                        let mut front: Vec<u64> =
+                            list.calls.iter().filter(|call| !call.by_name).map(|call| call.signature).collect();
+                        front.truncate(chosen);
+                        if list.calls.iter().all(|call| !call.stays_behind) {
+                            front.sort_unstable();
+                            prop_assert_eq!(chosen_of_first.get_or_insert(front.clone()), &front);
+                        }
                     }
                 }
                 Reconciliation::StandIn(signature) => {
@@ -539,11 +584,11 @@ mod tests {
                 }
                 Reconciliation::ByPairs(signature) => {
                     let calls = || lists.iter().flat_map(|list| &list.calls);
-                    prop_assert!(signature != 0 && common_prefix(&lists.iter().collect::<Vec<_>>()).is_none());
+                    prop_assert!(signature != 0 && find(&lists.iter().collect::<Vec<_>>()).is_none());
                     prop_assert!(calls().any(|call| call.by_pairs == signature));
                     prop_assert!(calls().any(|call| call.signature == signature));
                 }
-                Reconciliation::Fail(positions) => {
+                Reconciliation::Fail(positions) | Reconciliation::Contrary(positions) => {
                     prop_assert_eq!(positions.len(), lists.len());
                     let no_calls = lists.iter().all(|list| list.calls.is_empty());
                     prop_assert!(positions.iter().any(Option::is_some) || no_calls);
@@ -552,7 +597,7 @@ mod tests {
                     }
                 }
                 Reconciliation::Wait(ranks) => {
-                    prop_assert!(common_prefix(&lists.iter().collect::<Vec<_>>()).is_none());
+                    prop_assert!(find(&lists.iter().collect::<Vec<_>>()).is_none());
                     prop_assert_eq!(ranks.len(), lists.len());
                 }
             }

@@ -36,7 +36,7 @@ impl Channel {
             }
         };
         match &decision {
-            Reconciliation::Fail(calls) if calls.len() != self.topology.size() => {
+            Reconciliation::Fail(calls) | Reconciliation::Contrary(calls) if calls.len() != self.topology.size() => {
                 Err(Error::Internal("the decision on the calls does not name every rank".into()))
             }
             _ => Ok(decision),

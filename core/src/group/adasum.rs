@@ -44,6 +44,9 @@ fn check(tensors: &[Tensor], options: &CallOptions) -> Result<()> {
     if options.device.is_some() {
         return Err(Error::Invalid("adasum: takes tensors in host memory".into()));
     }
+    if options.by_name && options.name.is_empty() {
+        return Err(Error::Invalid("adasum: a call that matches by name needs a name".into()));
+    }
     for (index, tensor) in tensors.iter().enumerate() {
         let (buffer, dtype) = (&tensor.buffer, tensor.buffer.dtype());
         if !accepts(dtype) {
@@ -105,7 +108,9 @@ impl<W: Work> Chain<W> {
         let group = Arc::clone(&self.group);
         let options = CallOptions {
             name: format!("{} (adasum)", self.options.name),
-            instance_id: format!(" {} {:016x}", self.level, self.list_hash()),
+            by_name: self.options.by_name,
+            instance_id: format!(" {}", self.level),
+            tensor_names: format!("\u{1f}list {:016x}", self.list_hash()),
             timeout: self.options.timeout,
             ..CallOptions::default()
         };

@@ -7,16 +7,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::call_limits::CallLimits;
-use super::queue::Queue;
+use super::queue::{Finish, Queue};
 use super::state::GroupState;
 use super::unfinished::UnfinishedCalls;
 use super::work::{Role, Work};
 use super::worker::Worker;
 use crate::collective::{ActiveCall, ChunkSource, Lookahead, NextChunk};
 use crate::error::{Error, Result};
-
-/// Finishes this thread's part of a call.
-pub(super) type Finish<'a> = &'a dyn Fn(&Work, Result<()>);
 
 /// The calls at the front of a queue.
 pub(super) struct ConcurrentCalls<'a, 'q> {
@@ -59,7 +56,7 @@ impl<'a, 'q> ConcurrentCalls<'a, 'q> {
     /// until that one has ended.
     fn find_following(&mut self) {
         self.queue.drain();
-        while self.following < Lookahead::MAX
+        while self.following < Lookahead::MAX.min(self.queue.ready())
             && let Some(next) = self.queue.calls.get(self.following).filter(|work| can_be_concurrent(work))
         {
             let queued = self.queue.calls.iter().take(self.following);
@@ -78,7 +75,7 @@ impl<'a, 'q> ConcurrentCalls<'a, 'q> {
 
     /// Moves the next `count` calls from the queue to the calls.
     fn take(&mut self, count: usize) {
-        let works = self.queue.calls.drain(..count);
+        let works = (0..count).filter_map(|_| self.queue.pop());
         self.calls.extend(works.map(|work| CallLimits { work, shared: Arc::clone(self.shared) }));
         self.following -= count;
     }

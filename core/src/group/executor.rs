@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::Instant;
 
-use super::concurrent_calls::{Finish, can_be_concurrent};
+use super::concurrent_calls::can_be_concurrent;
 use super::device::DeviceExecutor;
 use super::other_groups::OtherGroups;
-use super::queue::Queue;
+use super::queue::{Finish, Queue};
 use super::small_calls::{CachedCalls, CallWords, SmallCall, SmallCallInput};
 use super::thread::{GroupThread, Inbox};
 use super::unfinished::UnfinishedCalls;
@@ -98,7 +98,7 @@ impl Executor {
             let ended = guard(run_next).unwrap_or_else(|error| {
                 // A defect must not leave callers without an outcome.
                 self.lock().worker.shared.fail(&error);
-                queue.calls.pop_front().map(|work| (work, Err(error)))
+                queue.pop().map(|work| (work, Err(error)))
             });
             // The next caller can then find the executor free.
             if let Some((work, result)) = ended {
@@ -230,17 +230,21 @@ impl ExecutorState {
         self.worker.channel.set_waiter(Waiter::Thread);
         if let Some(work) = self.handed_back.take() {
             queue.calls.push_front(work);
-            return self.reconcile(queue);
+            return self.reconcile(queue, finish);
         }
         // The queue item may already have been handled.
         let joins_stalled = mem::take(&mut queue.joins_stalled);
+        if let Some(oldest) = queue.awaits() {
+            let oldest = Arc::clone(oldest);
+            return self.await_counterparts(queue, &oldest, finish);
+        }
         let Some(work) = queue.calls.front().cloned() else {
-            return if joins_stalled { self.join_stalled(queue) } else { None };
+            return if joins_stalled { self.join_stalled(queue, finish) } else { None };
         };
         let work = match self.wait_for_turn(&work) {
             Ok(work) => work,
             Err(error) => {
-                queue.calls.pop_front();
+                queue.pop();
                 return Some((work, Err(error)));
             }
         };
@@ -249,18 +253,18 @@ impl ExecutorState {
             return match self.worker.run_concurrent(queue, &mut self.unfinished, finish) {
                 Ok(Some(last)) => Some((last, Ok(()))),
                 Err(_) => None,
-                Ok(None) => self.reconcile(queue),
+                Ok(None) => self.reconcile(queue, finish),
             };
         }
         match self.run_first_chunk(&work, queue.idle) {
             Ok(true) => {
                 let ended = self.run_matched(&work);
-                queue.calls.pop_front();
+                queue.pop();
                 Some(ended)
             }
-            Ok(false) => self.reconcile(queue),
+            Ok(false) => self.reconcile(queue, finish),
             Err(error) => {
-                queue.calls.pop_front();
+                queue.pop();
                 Some((work, Err(error)))
             }
         }
@@ -273,13 +277,27 @@ impl ExecutorState {
     }
 
     /// Reconciles the calls of `queue` with those of the other ranks.
-    fn reconcile(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Work>, Result<()>)> {
+    fn reconcile(&mut self, queue: &mut Queue<'_>, finish: Finish<'_>) -> Option<(Arc<Work>, Result<()>)> {
         let other_groups = OtherGroups::new(&self.worker.shared);
-        self.worker.reconcile(queue, &mut self.unfinished, None, other_groups)
+        self.worker.reconcile(queue, &mut self.unfinished, finish, other_groups)
+    }
+
+    /// Takes part in a round without a call: those of `queue`, of which `oldest` is the oldest, lack their counterparts.
+    /// Reconciles when all ranks have come.
+    fn await_counterparts(
+        &mut self,
+        queue: &mut Queue<'_>,
+        oldest: &Arc<Work>,
+        finish: Finish<'_>,
+    ) -> Option<(Arc<Work>, Result<()>)> {
+        match self.worker.await_counterparts(queue, oldest, finish) {
+            Ok(()) => self.reconcile(queue, finish),
+            Err(error) => queue.pop().map(|work| (work, Err(error))),
+        }
     }
 
     /// Takes part without a call in the round in which other ranks are stalled, and in the reconciliation that follows.
-    fn join_stalled(&mut self, queue: &mut Queue<'_>) -> Option<(Arc<Work>, Result<()>)> {
+    fn join_stalled(&mut self, queue: &mut Queue<'_>, finish: Finish<'_>) -> Option<(Arc<Work>, Result<()>)> {
         let shared = Arc::clone(&self.worker.shared);
         shared.stalled_seq()?;
         // Before the other ranks see this one, so that later changes in other groups are noticed.
@@ -288,7 +306,7 @@ impl ExecutorState {
         let call = Call::absent(shared.config.clone());
         let absent = call.map(|call| Arc::new(Work::absent(call, Arc::clone(&shared.recorder))));
         let ended = match absent.and_then(|absent| Ok((self.run_first_chunk(&absent, true)?, absent))) {
-            Ok((false, absent)) => self.worker.reconcile(queue, &mut self.unfinished, Some(&absent), other_groups),
+            Ok((false, _)) => self.worker.reconcile(queue, &mut self.unfinished, finish, other_groups),
             // The other ranks had no call either, or the group has failed or is closing.
             Ok((true, _)) | Err(_) => None,
         };

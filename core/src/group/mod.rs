@@ -3,7 +3,8 @@
 //! `submit` validates, lays out and enqueues a call, and returns. The lead thread runs calls in order. A call's first
 //! chunk checks that all ranks have the same call. Only then do the helpers get the other chunks, so they see the calls
 //! in the same order on all ranks. Between hosts short calls are under way together (`concurrent_calls`). Ranks with differing
-//! calls reconcile them ([`crate::collective::matching`]). The thread that finishes a call's last part completes it.
+//! calls reconcile them ([`crate::collective::matching`]). Calls that match by name and have no counterpart are then set aside
+//! (`counterparts`). The thread that finishes a call's last part completes it.
 //! A call on memory of a call before it starts after that one has ended (`unfinished`).
 //!
 //! A failure that leaves the ranks out of sync (a deadline, a lost peer) ends the group: all pending and later calls
@@ -16,6 +17,7 @@ mod call_summary;
 mod callers;
 mod concurrent_calls;
 mod copied_call;
+mod counterparts;
 mod device;
 mod executor;
 mod group_copies;

@@ -2,7 +2,7 @@
 //!
 //! Thread rule: the lead thread.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
 use std::thread;
@@ -10,11 +10,19 @@ use std::time::{Duration, Instant};
 
 use super::thread::{Inbox, Received};
 use super::work::{QueueItem, Work};
+use crate::error::{Error, Result};
+
+/// Finishes this thread's part of a call.
+pub(super) type Finish<'a> = &'a dyn Fn(&Work, Result<()>);
 
 /// Calls that the lead has received and not run.
 pub(super) struct Queue<'a> {
     inbox: &'a Inbox<QueueItem>,
     pub calls: VecDeque<Arc<Work>>,
+    /// The number of calls at the front that all ranks have, as they have decided.
+    decided: usize,
+    /// Calls that match by name and lacked a counterpart when the ranks decided, in the order of their submission.
+    unmatched: Vec<Arc<Work>>,
     /// When the last item came.
     pub arrived: Instant,
     /// Whether the lead was idle before the first item came.
@@ -27,14 +35,14 @@ pub(super) struct Queue<'a> {
 impl<'a> Queue<'a> {
     /// An empty queue.
     pub fn new(inbox: &'a Inbox<QueueItem>) -> Queue<'a> {
-        let (calls, arrived) = (VecDeque::new(), Instant::now());
-        Queue { inbox, calls, arrived, idle: true, joins_stalled: false, closed: false }
+        let (calls, unmatched, arrived) = (VecDeque::new(), Vec::new(), Instant::now());
+        Queue { inbox, calls, decided: 0, unmatched, arrived, idle: true, joins_stalled: false, closed: false }
     }
 
     /// Waits for an item if there is no call; false if none comes.
     pub fn wait(&mut self) -> bool {
         self.idle = false;
-        if self.calls.is_empty() {
+        if self.is_empty() {
             let item = self.inbox.try_receive().map(Received::Item).unwrap_or_else(|_| {
                 self.idle = true;
                 self.inbox.wait()
@@ -84,15 +92,84 @@ impl<'a> Queue<'a> {
         self.arrived = Instant::now();
     }
 
-    /// Moves the calls with the signatures `order` to the front, in that order.
-    pub fn reorder(&mut self, order: &[u64]) {
-        let mut first = VecDeque::with_capacity(self.calls.len());
-        for &signature in order {
-            let position = self.calls.iter().position(|work| work.call.signature == signature);
-            first.extend(position.and_then(|position| self.calls.remove(position)));
+    /// Whether it has no call.
+    pub fn is_empty(&self) -> bool {
+        self.calls.is_empty() && self.unmatched.is_empty()
+    }
+
+    /// The oldest call that lacks its counterpart, if the ranks must decide before any call runs: one that does may have
+    /// to follow it, and it is never the one that a rank starts with. So a rank can give it up.
+    pub fn awaits(&self) -> Option<&Arc<Work>> {
+        self.unmatched.first().filter(|_| self.decided == 0)
+    }
+
+    /// The number of calls at the front that may start one after the other, for all that this rank knows.
+    pub fn ready(&self) -> usize {
+        if self.unmatched.is_empty() { self.calls.len() } else { self.decided }
+    }
+
+    /// Removes the first call.
+    pub fn pop(&mut self) -> Option<Arc<Work>> {
+        let first = self.calls.pop_front().or_else(|| self.unmatched.pop());
+        self.decided = self.decided.saturating_sub(1);
+        first
+    }
+
+    /// Puts a call that all ranks have to the front.
+    pub fn push_decided(&mut self, work: Arc<Work>) {
+        self.calls.push_front(work);
+        self.decided += 1;
+    }
+
+    /// Before the ranks decide: all calls, in the order of their submission.
+    pub fn gather(&mut self) {
+        self.decided = 0;
+        if !self.unmatched.is_empty() {
+            self.calls.extend(self.unmatched.drain(..));
+            self.calls.make_contiguous().sort_by_key(|work| work.record.number);
         }
-        self.calls.iter().for_each(|work| work.reset_unmatched());
-        first.append(&mut self.calls);
-        self.calls = first;
+    }
+
+    /// Moves the calls with the signatures `order` to the front, in that order: all ranks have them.
+    pub fn decide(&mut self, order: &[u64]) {
+        let mut chosen: HashMap<u64, (usize, VecDeque<Arc<Work>>)> = HashMap::new();
+        order.iter().for_each(|&signature| chosen.entry(signature).or_default().0 += 1);
+        let mut others = VecDeque::with_capacity(self.calls.len());
+        for work in self.calls.drain(..) {
+            match chosen.get_mut(&work.call.signature) {
+                Some((number, works)) if works.len() < *number => works.push_back(work),
+                _ => others.push_back(work),
+            }
+        }
+        self.calls.extend(order.iter().filter_map(|signature| chosen.get_mut(signature)?.1.pop_front()));
+        self.calls.iter().for_each(|work| work.record.set_unmatched(false));
+        self.decided = self.calls.len();
+        others.iter().for_each(|work| work.reset_unmatched());
+        self.calls.append(&mut others);
+    }
+
+    /// After the ranks have decided: sets the calls by name that cannot run aside.
+    pub fn set_aside(&mut self) {
+        let others = self.calls.split_off(self.decided.min(self.calls.len()));
+        let (by_name, others): (Vec<_>, Vec<_>) = others.into_iter().partition(|work| work.call.is_by_name());
+        self.unmatched.extend(by_name);
+        self.calls.extend(others);
+    }
+
+    /// Ends the calls by name whose deadline has passed. Only while no other rank can count on them: in a round without a
+    /// call of this rank, and before the ranks decide.
+    pub fn end_overdue(&mut self, finish: Finish<'_>) {
+        let stays = |work: &Arc<Work>| {
+            let waited = work.record.submitted.elapsed();
+            let stays = !work.call.is_by_name() || !work.deadline.is_over(waited);
+            if !stays {
+                let (call, seconds, set_by) = (work.call.summary(), waited.as_secs_f64(), work.deadline.set_by);
+                let text = format!("  {call}: not all ranks have made this call after {seconds:.1} s ({set_by})");
+                finish(work, Err(Error::Mismatch(text)));
+            }
+            stays
+        };
+        self.calls.retain(stays);
+        self.unmatched.retain(stays);
     }
 }

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::memory_use::MemoryUse;
+use super::memory_use::{SharedMemory, shared_memory};
 use super::other_groups::OtherGroups;
-use super::queue::Queue;
+use super::queue::{Finish, Queue};
 use super::state::GroupState;
 use super::unfinished::UnfinishedCalls;
 use super::work::{Role, Work};
@@ -25,18 +25,24 @@ pub(super) const MAX_BACKOFF: Duration = Duration::from_millis(20);
 /// Calls fail this much earlier if nothing else can come.
 pub(super) const EARLY_DIVISOR: u32 = 30;
 
+/// Why calls fail that are equal on all ranks.
+const CONTRARY: &str = "\n  It shares memory with other calls, which the ranks have started in contrary orders. Start calls on the same \
+                        memory in the same order on all ranks, or wait in between.";
+
 impl Worker {
     /// Reconciles after a mismatch: moves the calls that all ranks have to the front of the queue, or fails a call.
-    /// Returns a call of this rank that has ended. `absent` stands for the calls of a rank that has none.
+    /// Returns a call of this rank that has ended and is not finished.
     pub fn reconcile(
         &mut self,
         queue: &mut Queue<'_>,
         unfinished: &mut UnfinishedCalls,
-        absent: Option<&Arc<Work>>,
+        finish: Finish<'_>,
         other_groups: OtherGroups,
     ) -> Option<(Arc<Work>, Result<()>)> {
         self.shared.is_reconciling.store(true, Ordering::Release);
-        let ended = self.run_rounds(queue, unfinished, absent, other_groups);
+        queue.gather();
+        let ended = self.run_rounds(queue, unfinished, finish, other_groups);
+        queue.set_aside();
         self.shared.is_reconciling.store(false, Ordering::Release);
         if let Some((_, Err(Error::Mismatch(_)))) = &ended {
             self.shared.process_groups.settle(&*self.shared);
@@ -48,17 +54,21 @@ impl Worker {
         &mut self,
         queue: &mut Queue<'_>,
         unfinished: &mut UnfinishedCalls,
-        absent: Option<&Arc<Work>>,
+        finish: Finish<'_>,
         mut other_groups: OtherGroups,
     ) -> Option<(Arc<Work>, Result<()>)> {
         let mut pause = Duration::from_millis(1);
+        let absent = Call::waiting(self.shared.config.clone()).ok()?;
+        let absent = Arc::new(Work::absent(absent, Arc::clone(&self.shared.recorder)));
         loop {
             queue.drain();
+            queue.end_overdue(finish);
             if queue.calls.is_empty() {
                 other_groups.poll(&self.shared);
             }
             let list = self.list(queue, &other_groups);
-            let head = Arc::clone(queue.calls.front().or(absent)?);
+            // The limits of the exchanges. The deadline of a call by name is not that of the others.
+            let head = Arc::clone(queue.calls.iter().find(|work| !work.call.is_by_name()).unwrap_or(&absent));
             let own_rank = self.rank;
             let decision = self.run_checked(&head, |channel, _, wait_ctx| {
                 let decision = channel.reconcile(&list, wait_ctx)?;
@@ -75,15 +85,19 @@ impl Worker {
             });
             match decision {
                 Ok(Reconciliation::Run(order)) => {
-                    queue.reorder(&order);
+                    queue.decide(&order);
                     return None;
                 }
                 Ok(Reconciliation::StandIn(signature)) => return self.stand_in(queue, unfinished, &head, signature),
                 Ok(Reconciliation::Fail(positions)) => {
-                    return self.fail_call(queue, &head, positions[self.rank], &other_groups);
+                    return self.fail_call(queue, &head, positions[self.rank], "", &other_groups);
+                }
+                Ok(Reconciliation::Contrary(positions)) => {
+                    return self.fail_call(queue, &head, positions[self.rank], CONTRARY, &other_groups);
                 }
                 Ok(Reconciliation::ByPairs(signature)) => self.name_pairs(queue, signature),
                 Ok(Reconciliation::Wait(_)) => {
+                    queue.calls.front().into_iter().for_each(|oldest| self.shared.check_deadlock(&oldest.record));
                     pause = if queue.wait_for_more(pause) {
                         Duration::from_millis(1)
                     } else {
@@ -114,7 +128,8 @@ impl Worker {
         head: &Arc<Work>,
         signature: u64,
     ) -> Option<(Arc<Work>, Result<()>)> {
-        let joined = match &head.role {
+        let first = queue.calls.front().cloned()?;
+        let joined = match &first.role {
             Role::Join(state) => Some(state),
             _ => None,
         };
@@ -125,15 +140,15 @@ impl Worker {
         let shared = &self.shared;
         let stand_in = match (blueprint, joined) {
             (Ok(_), None) => {
-                queue.reorder(&[signature]);
-                let first = queue.calls.pop_front()?;
+                queue.decide(&[signature]);
+                let first = queue.pop()?;
                 let on_host = match first.call.producer() {
                     None => Ok(Arc::clone(&first)),
                     Some(_) => unfinished.wait_for_turn(&first).and_then(|first| self.copy_to_host(&first)),
                 };
                 return match on_host {
                     Ok(work) => {
-                        queue.calls.push_front(work);
+                        queue.push_decided(work);
                         None
                     }
                     Err(error) => Some((first, Err(error))),
@@ -152,7 +167,7 @@ impl Worker {
                 let done = Box::new(move |_: Result<()>| drop(zeros));
                 let work =
                     Work::new(call, Role::StandIn, done, Deadline::default(), record, Arc::clone(&shared.recorder));
-                queue.calls.push_front(Arc::new(work));
+                queue.push_decided(Arc::new(work));
                 None
             }
             Err(error) => queue.calls.pop_front().map(|head| (head, Err(error))),
@@ -168,28 +183,25 @@ impl Worker {
                 .after
                 .map_or(shared.settings.match_timeout, |timeout| shared.settings.match_timeout.min(timeout / 3))
         };
-        let mut before = MemoryUse::default();
-        let mut stays_behind = |call: &Call| {
-            let conflicts = before.conflicts_with(call);
-            before.add(call);
-            conflicts
-        };
-        let mut pending = |work: &Arc<Work>| PendingCall {
+        let memory = shared_memory(queue.calls.iter().map(|work| &work.call));
+        let pending = |(work, memory): (&Arc<Work>, SharedMemory)| PendingCall {
             signature: work.call.signature,
             by_pairs: by_pairs(work, shared).map_or(0, |call| call.signature),
             key: work.call.key(),
+            by_name: work.call.is_by_name(),
             kind: match work.role {
                 Role::Join(_) => Kind::Join,
                 _ if work.call.takes_zeros() => Kind::TakesZeros,
                 _ => Kind::NeedsAll,
             },
             age: match work.unmatched_since().elapsed() {
-                _ if matches!(work.role, Role::Join(_)) => Age::New,
+                _ if matches!(work.role, Role::Join(_)) || work.call.is_by_name() => Age::New,
                 unmatched if unmatched > match_timeout(work) => Age::Expired,
                 unmatched if unmatched > match_timeout(work) / EARLY_DIVISOR => Age::Conflicting,
                 _ => Age::New,
             },
-            stays_behind: stays_behind(&work.call),
+            memory: memory.part,
+            stays_behind: memory.conflicts,
         };
         let quiet = queue.calls.front().is_some_and(|head| {
             let unchanged = queue.arrived.max(head.unmatched_since()).elapsed();
@@ -206,15 +218,17 @@ impl Worker {
             Some(_) if quiet && shared.process_groups.all_blocked(shared.stall_check_after) => Outlook::Settled,
             Some(_) => other_groups.unsettled(),
         };
-        PendingCalls { calls: queue.calls.iter().map(&mut pending).collect(), outlook, quiet }
+        queue.calls.iter().for_each(|work| work.record.set_unmatched(work.call.is_by_name()));
+        PendingCalls { calls: queue.calls.iter().zip(memory).map(pending).collect(), outlook, quiet }
     }
 
-    /// Fails the call at `position`; without one, only takes part in the report about the calls of others.
+    /// Fails the call at `position`, for this `reason` beside what each rank has there; without one, only takes part in the report about the calls of others.
     fn fail_call(
         &mut self,
         queue: &mut Queue<'_>,
         head: &Arc<Work>,
         position: Option<usize>,
+        reason: &str,
         other_groups: &OtherGroups,
     ) -> Option<(Arc<Work>, Result<()>)> {
         let failed = position.and_then(|position| queue.calls.remove(position));
@@ -223,14 +237,23 @@ impl Worker {
                 self.shared.process_groups.count_failed_call();
                 MismatchEntry::Call(&work.call)
             }
-            None if matches!(head.role, Role::Join(_)) => MismatchEntry::None(format!(
-                "has joined, and takes part in sums and means only ({})",
-                head.call.full_name()
-            )),
-            None if head.is_absent() => MismatchEntry::None(other_groups.describe(&self.shared, queue.closed)),
-            None => MismatchEntry::None(format!("nothing that matches; it waits for {}", head.call.full_name())),
+            None => MismatchEntry::None(match queue.calls.front() {
+                None => other_groups.describe(&self.shared, queue.closed),
+                Some(first) => {
+                    let name = first.call.full_name();
+                    match &first.role {
+                        Role::Join(_) => format!("has joined, and takes part in sums and means only ({name})"),
+                        _ => format!("nothing that matches; it waits for {name}"),
+                    }
+                }
+            }),
         };
-        let result = self.run_checked::<()>(head, |channel, _, wait_ctx| Err(channel.explain(&entry, wait_ctx)));
+        let result = self.run_checked::<()>(head, |channel, _, wait_ctx| {
+            Err(match channel.explain(&entry, wait_ctx) {
+                Error::Mismatch(text) => Error::Mismatch(text + reason),
+                other => other,
+            })
+        });
         Some((failed?, result))
     }
 }
@@ -251,6 +274,7 @@ fn by_pairs(work: &Work, shared: &GroupState) -> Option<Call> {
     // The call was valid, and so is this one.
     let names = call.tensor_names().text().to_owned();
     let by_pairs = Call::new(call.op, vec![vec![memory]], counts, call.name(), "", names, config.clone()).ok()?;
+    let by_pairs = if call.is_by_name() { by_pairs.into_by_name().ok()? } else { by_pairs };
     match call.producer() {
         None => Some(by_pairs),
         Some(producer) => by_pairs.on_device(Arc::clone(producer), shared.settings.device.chunk).ok(),

@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -41,6 +41,8 @@ pub(super) struct Record {
     /// Nanoseconds after the submission; 0: not yet.
     started: AtomicU64,
     ended: AtomicU64,
+    /// Whether it matches by name, and lacked its counterpart when the ranks looked.
+    unmatched: AtomicBool,
     /// Index among the matched calls, from 1, the same on all ranks; 0: not matched yet.
     matched: AtomicU64,
     error: OnceLock<Error>,
@@ -62,6 +64,7 @@ impl Record {
             timings: CallTimings::new(team, number),
             started: AtomicU64::new(1),
             ended: AtomicU64::new(duration),
+            unmatched: AtomicBool::new(false),
             matched: AtomicU64::new(stats.match_index.load(Ordering::Relaxed)),
             error: OnceLock::new(),
         }
@@ -98,6 +101,7 @@ impl Record {
             timings: CallTimings::new(team, number),
             started: AtomicU64::new(0),
             ended: AtomicU64::new(0),
+            unmatched: AtomicBool::new(false),
             matched: AtomicU64::new(0),
             error: OnceLock::new(),
         }
@@ -117,6 +121,11 @@ impl Record {
                 timeline::span("phase", "queue", self.submitted, until, &self.trace_args());
             }
         }
+    }
+
+    /// Whether a call that matches by name lacks its counterpart: then its deadline ends only this call.
+    pub fn set_unmatched(&self, unmatched: bool) {
+        self.unmatched.store(unmatched, Ordering::Relaxed);
     }
 
     /// Marks the call as matched; `match_index` is its index, from 1.
@@ -348,9 +357,11 @@ impl Recorder {
         }
     }
 
-    /// A queued call whose deadline has passed.
+    /// A queued call whose deadline has passed, which ends the group.
     pub fn overdue(&self) -> Option<Arc<Record>> {
-        let waits = |record: &&Arc<Record>| record.started().is_none() && record.ended().is_none();
+        let waits = |record: &&Arc<Record>| {
+            record.started().is_none() && record.ended().is_none() && !record.unmatched.load(Ordering::Relaxed)
+        };
         let is_late = |record: &&Arc<Record>| record.deadline.is_over(record.submitted.elapsed());
         let recorder = self.lock();
         recorder.evicted_running.iter().chain(&recorder.ring).filter(waits).find(is_late).cloned()

@@ -50,6 +50,8 @@ pub struct SmallCallInput<'a> {
     pub op: Op,
     /// The name.
     pub name: &'a str,
+    /// Whether it matches by its name.
+    pub by_name: bool,
     /// The tensors.
     pub views: &'a [View<'a>],
 }
@@ -144,8 +146,8 @@ impl CachedCalls {
 
     /// The index of the cached call for this input, which gets its memory and its words.
     fn find(&mut self, words: Option<CallWords<'_>>, input: &SmallCallInput<'_>) -> Option<usize> {
-        let &SmallCallInput { op, name, views } = input;
-        let index = self.calls.iter_mut().position(|cached| cached.call.rebind_buffers(op, name, views))?;
+        let &SmallCallInput { op, name, by_name, views } = input;
+        let index = self.calls.iter_mut().position(|cached| cached.call.rebind_buffers(op, name, by_name, views))?;
         self.calls[index].words.set(words);
         Some(index)
     }

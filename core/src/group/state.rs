@@ -125,9 +125,8 @@ impl GroupState {
             if self.closing() && !self.reconciles() {
                 return Some(self.ended());
             }
-        } else if head.record.submitted.elapsed() > self.stall_check_after {
-            self.region.control().stall(self.region.waiting_step());
-            self.process_groups.check_deadlock(self);
+        } else {
+            self.check_deadlock(&head.record);
         }
         let other_groups = || if self.several_hosts { self.lost_rank() } else { None };
         self.failure().or_else(other_groups).or_else(|| {
@@ -140,6 +139,14 @@ impl GroupState {
                 head.call.full_name()
             )))
         })
+    }
+
+    /// If `oldest` has waited long: looks for deadlocks across groups.
+    pub fn check_deadlock(&self, oldest: &Record) {
+        if oldest.submitted.elapsed() > self.stall_check_after {
+            self.region.control().stall(self.region.waiting_step());
+            self.process_groups.check_deadlock(self);
+        }
     }
 
     /// The error of calls after the end of the group.

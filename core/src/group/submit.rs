@@ -114,9 +114,10 @@ impl Group {
             let text = "a handler of a signal called dl_comm while its thread waits in a call; let the call end first";
             return Err(Error::State(text.into()));
         }
-        let CallOptions { name, instance_id, tensor_names, device, counts, .. } = options;
+        let CallOptions { name, by_name, instance_id, tensor_names, device, counts, .. } = options;
         let (labels, counts) = (std::mem::take(tensor_names), std::mem::take(counts));
         let call = Call::new(op, replicas, counts, name, instance_id, labels, self.shared.config.clone())?;
+        let call = if *by_name { call.into_by_name()? } else { call };
         match device {
             None => Ok(call),
             Some(device) => self.on_device(call, *device),

@@ -56,6 +56,9 @@ pub fn wait_for_result<T: Send + 'static>(
 pub struct CallOptions {
     /// Part of the signature: all ranks must give the same name.
     pub name: String,
+    /// The call matches that of its name, wherever the ranks make it; calls of one name keep their order. Part of the
+    /// signature.
+    pub by_name: bool,
     /// Distinguishes calls of one name that are in flight together. Part of the signature.
     pub instance_id: String,
     /// Names of the tensors for messages: a line each, or empty.

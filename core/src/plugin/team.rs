@@ -105,8 +105,9 @@ impl Team {
             return None;
         }
         // SAFETY: guaranteed by the caller.
-        let (result, waited) =
-            unsafe { self.group.try_small(None, || Some(SmallCallInput { op: Op::MEAN, name, views }), timeout) }?;
+        let (result, waited) = unsafe {
+            self.group.try_small(None, || Some(SmallCallInput { op: Op::MEAN, name, by_name: false, views }), timeout)
+        }?;
         if let Some(waited) = waited.filter(|_| self.counts_waits()) {
             self.wait_time.add(waited.as_secs_f64());
         }

@@ -123,6 +123,8 @@ pub struct SmallCall<'a> {
     /// As in [`CallOptions`].
     pub name: &'a str,
     /// As in [`CallOptions`].
+    pub by_name: bool,
+    /// As in [`CallOptions`].
     pub timeout: Timeout,
 }
 
@@ -158,9 +160,11 @@ pub unsafe fn run(
     small: Option<SmallCall<'_>>,
     options: impl FnOnce() -> Result<CallOptions>,
 ) -> Result<()> {
-    if let (Some(SmallCall { name, timeout }), Request::Collective(op)) = (small, request) {
+    if let (Some(SmallCall { name, by_name, timeout }), Request::Collective(op)) = (small, request) {
         // SAFETY: the caller's promise.
-        let result = unsafe { try_small(group, None, || Some(SmallCallInput { op, name, views }), timeout) };
+        let input = || Some(SmallCallInput { op, name, by_name, views });
+        // SAFETY: the caller's promise.
+        let result = unsafe { try_small(group, None, input, timeout) };
         if let Some(result) = result {
             return result;
         }
@@ -182,8 +186,8 @@ pub unsafe fn run(
 /// # Safety
 /// As for [`Group::submit`].
 pub unsafe fn run_on_all(op: Op, views: &[View<'_>], call: SmallCall<'_>, device: Option<Device>) -> Result<()> {
-    let (group, SmallCall { name, timeout }) = (group_of_team(CONTROL)?, call);
-    let options = || Ok(CallOptions { name: name.to_owned(), timeout, device, ..CallOptions::default() });
+    let (group, SmallCall { name, by_name, timeout }) = (group_of_team(CONTROL)?, call);
+    let options = || Ok(CallOptions { name: name.to_owned(), by_name, timeout, device, ..CallOptions::default() });
     // SAFETY: the caller's promise.
     unsafe { run(&group, Request::Collective(op), views, device.is_none().then_some(call), options) }
 }
@@ -217,7 +221,7 @@ pub fn broadcast_from(root: i32) -> Result<Op> {
 /// As for [`run_on_all`].
 pub fn barrier(name: &str, timeout: Timeout) -> Result<()> {
     // SAFETY: a barrier has no tensors.
-    unsafe { run_on_all(Op::BARRIER, &[], SmallCall { name, timeout }, None) }
+    unsafe { run_on_all(Op::BARRIER, &[], SmallCall { name, by_name: false, timeout }, None) }
 }
 
 /// Waits for a call that another function has started, as [`CallHandle::wait`].
@@ -262,7 +266,9 @@ pub fn join(group: Option<&Arc<Group>>, timeout: Timeout) -> Result<usize> {
     let (name, op) = ("join: the last rank", Op::allreduce(ReduceOp::Max));
     let options = || Ok(CallOptions { name: name.into(), timeout, ..CallOptions::default() });
     // SAFETY: the number is used by nobody else.
-    unsafe { run(&control, Request::Collective(op), &[view], Some(SmallCall { name, timeout }), options) }?;
+    unsafe {
+        run(&control, Request::Collective(op), &[view], Some(SmallCall { name, by_name: false, timeout }), options)
+    }?;
     Ok(group::last(position))
 }
 

@@ -179,33 +179,40 @@ pub fn tensor<T: Element>(data: &mut [T]) -> Tensor {
 impl Rank {
     /// Starts a call; the receiver gets its outcome.
     pub fn start(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Receiver<Result<()>> {
+        self.start_with(op, towers, CallOptions { name: name.to_owned(), ..CallOptions::default() })
+    }
+
+    /// Starts a call that matches by its name.
+    pub fn start_by_name(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Receiver<Result<()>> {
+        self.start_with(op, towers, CallOptions { name: name.to_owned(), by_name: true, ..CallOptions::default() })
+    }
+
+    /// Starts an allreduce with a timeout in seconds.
+    pub fn start_within(&self, seconds: f64, towers: Vec<Vec<Tensor>>, name: &str) -> Receiver<Result<()>> {
+        let timeout = Timeout::from_seconds(seconds);
+        self.start_with(Op::MEAN, towers, CallOptions { name: name.to_owned(), timeout, ..CallOptions::default() })
+    }
+
+    /// Starts a call with options.
+    pub fn start_with(&self, op: Op, towers: Vec<Vec<Tensor>>, options: CallOptions) -> Receiver<Result<()>> {
         let (sender, receiver) = channel();
         let done = Box::new(move |result| sender.send(result).unwrap());
-        let options = CallOptions { name: name.to_owned(), ..CallOptions::default() };
         // SAFETY: tests wait for the outcome before they drop the vectors.
         unsafe { self.team.group().submit(op, towers, options, done) };
         receiver
     }
 
-    /// Starts an allreduce with a timeout in seconds.
-    pub fn start_within(&self, seconds: f64, towers: Vec<Vec<Tensor>>, name: &str) -> Receiver<Result<()>> {
-        let (sender, receiver) = channel();
-        let done = Box::new(move |result| sender.send(result).unwrap());
-        let options =
-            CallOptions { name: name.to_owned(), timeout: Timeout::from_seconds(seconds), ..CallOptions::default() };
-        // SAFETY: as above.
-        unsafe { self.team.group().submit(Op::MEAN, towers, options, done) };
-        receiver
-    }
-
     /// Runs a call to completion.
     pub fn call(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Result<()> {
-        let (sender, receiver) = channel();
-        let done = Box::new(move |result| sender.send(result).unwrap());
         let options = CallOptions { name: name.to_owned(), caller_blocks: true, ..CallOptions::default() };
-        // SAFETY: waits for the outcome.
-        unsafe { self.team.group().submit(op, towers, options, done) };
-        receiver.recv().unwrap()
+        self.start_with(op, towers, options).recv().unwrap()
+    }
+
+    /// Runs a call that matches by its name to completion.
+    pub fn call_by_name(&self, op: Op, towers: Vec<Vec<Tensor>>, name: &str) -> Result<()> {
+        let (name, by_name) = (name.to_owned(), true);
+        let options = CallOptions { name, by_name, caller_blocks: true, ..CallOptions::default() };
+        self.start_with(op, towers, options).recv().unwrap()
     }
 
     /// Averages a list in place.

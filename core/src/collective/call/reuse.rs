@@ -18,9 +18,9 @@ impl Call {
             && self.schedule_position.is_empty()
     }
 
-    /// Reuses the call for other memory if `op`, `name` and `views` equal those of its only tower. Returns false, and
+    /// Reuses the call for other memory if `op`, `name`, `by_name` and `views` equal those of its only tower. Returns false, and
     /// changes nothing, if they differ or if [`Call::new`] would reject the memory.
-    pub fn rebind_buffers(&mut self, op: Op, name: &str, views: &[View<'_>]) -> bool {
+    pub fn rebind_buffers(&mut self, op: Op, name: &str, by_name: bool, views: &[View<'_>]) -> bool {
         let tower = match &self.replicas[..] {
             // A barrier.
             [] => &[][..],
@@ -29,7 +29,7 @@ impl Call {
         };
         // Skip memcmp for empty names: their dangling pointers make it slow.
         let same_name = self.name.len() == name.len() && (name.is_empty() || self.name == name);
-        let matches = self.op == op && tower.len() == views.len() && same_name;
+        let matches = self.op == op && tower.len() == views.len() && same_name && self.by_name == by_name;
         if !matches || !tower.iter().zip(views).all(|(tensor, view)| tensor.matches(view)) {
             return false;
         }
@@ -98,7 +98,7 @@ mod tests {
             let mut rebind = |name: &str, src: usize, dst: usize| {
                 let buffers: Vec<_> = list(src, dst).collect();
                 let views: Vec<_> = buffers.iter().map(|&buffer| View { buffer, shape: &[] }).collect();
-                call.rebind_buffers(Op::MEAN, name, &views)
+                call.rebind_buffers(Op::MEAN, name, false, &views)
             };
             assert!(rebind("a", 4096, 4096) && rebind("a", 4096, 4160) && !rebind("b", 4096, 4160));
             // Misaligned, or the result overlaps the source.
