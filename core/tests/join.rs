@@ -51,14 +51,16 @@ proptest! {
         steps in prop::collection::vec(0usize..4, 4),
         len in prop::sample::select(vec![0usize, 1, 100, 60_000]),
         at_once in 1usize..4,
-        mean in any::<bool>(),
+        (mean, late_rank) in (any::<bool>(), 0usize..4),
     ) {
         let size = hosts.len();
         let all = groups(&hosts, &[(0..size).collect()], SECONDS);
         let value = |rank: usize, step: usize, index: usize| ((rank + 1) * (step + 2) * (index + 1)) as f32;
         let op = if mean { Op::MEAN } else { Op::allreduce(ReduceOp::Sum) };
         let most = *steps[..size].iter().max().unwrap();
-        let last = (0..size).filter(|&rank| steps[rank] == most).max().unwrap();
+        // Of those with most steps, one that joins last in time.
+        let late: Vec<usize> = (0..size).filter(|&rank| steps[rank] == most).collect();
+        let last = late[late_rank % late.len()];
         thread::scope(|scope| {
             for (rank, groups) in all.iter().enumerate() {
                 let (steps, group) = (&steps, groups[0].as_ref().unwrap());
@@ -81,6 +83,9 @@ proptest! {
                                 assert!(floats.iter().all(|&float| (float - sum).abs() <= sum * 1e-6), "{floats:?} {sum}");
                                 assert!(integers.iter().all(|&integer| integer == whole));
                             }
+                        }
+                        if rank == last {
+                            thread::sleep(Duration::from_millis(10));
                         }
                         assert_eq!(join(group).unwrap(), last);
                     }
@@ -106,7 +111,10 @@ fn a_barrier_takes_part_and_a_maximum_does_not() {
                     call(group, Op::allreduce(ReduceOp::Sum), &mut lists, true)[0].clone().unwrap();
                     assert_eq!(lists, [(vec![4.0], vec![6])]);
                 }
-                assert_eq!(join(group).unwrap(), 2);
+                if rank == 1 {
+                    thread::sleep(Duration::from_millis(20));
+                }
+                assert_eq!(join(group).unwrap(), 1, "no call ran since rank 2 joined");
             });
         }
     });

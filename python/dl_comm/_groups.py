@@ -309,7 +309,7 @@ def join(*, group: Group | None = None, timeout: float | None = None) -> int:
             ends without joining, ends the wait.
 
     Returns:
-        The rank that joined last: it took part in all steps, so its model is complete. Of several, the highest.
+        The rank that joined last: it took part in all steps, so its model is complete. Of several, the last in time.
 
     Raises:
         MismatchError: A rank ended, or waits in a call of another group, without joining.

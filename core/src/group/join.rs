@@ -1,6 +1,6 @@
 //! The end of a rank's data: it contributes zeros to the calls of the others until all ranks have joined.
 //!
-//! A rank joins by a call of its own, the maximum of a number, which matches once all ranks have made it. Until then it
+//! A rank joins by a call of its own, an all-gather of numbers, which matches once all ranks have made it. Until then it
 //! meets the calls of the others, and the reconciliation lets it take part in them ([`super::reconcile`]). The numbers
 //! give the rank that was the last.
 //! Thread rule: any thread.
@@ -15,7 +15,7 @@ use crate::buffer::{Buffer, Tensor};
 use crate::collective::Op;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::reduce::ReduceOp;
+use crate::timeline;
 
 /// A started join.
 pub struct Join {
@@ -25,10 +25,9 @@ pub struct Join {
 }
 
 impl Join {
-    /// After the end of the call: the rank that was the last to join. It has contributed to all calls itself; of several,
-    /// the highest.
+    /// After the end of the call: the rank that was the last to join.
     pub fn last(&self) -> usize {
-        last(self.state.position())
+        last(&self.state.positions())
     }
 
     /// The number of calls of others to which this rank has contributed zeros.
@@ -44,11 +43,12 @@ impl Group {
     /// # Errors
     /// Those of a call that is refused.
     pub fn start_join(&self, timeout: Timeout) -> Result<Join> {
-        let state = Arc::new(JoinState::new(self.rank()));
-        let buffer = Buffer::in_place(state.memory().cast(), 1, DType::I64);
+        let state = Arc::new(JoinState::new(self.call_config().ranks, timeline::now()));
+        let (own, all) = state.memory();
+        let buffer = Buffer::new(own.cast(), all.cast(), 2, DType::I64);
         let mut options = CallOptions { name: "join".into(), timeout, ..CallOptions::default() };
         let tensors = vec![vec![Tensor::new(buffer, &[])]];
-        let call = self.new_call(Op::allreduce(ReduceOp::Max), tensors, &mut options)?.into_join();
+        let call = self.new_call(Op::ALLGATHER, tensors, &mut options)?.into_join();
         let (handle, done) = CallHandle::new(None);
         // The call owns the state, too.
         let role = Role::Join(Arc::clone(&state));

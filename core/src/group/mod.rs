@@ -45,7 +45,7 @@ mod worker;
 pub use adasum::start_adasum;
 pub use handle::CallHandle;
 pub use join::Join;
-pub use join_state::{last, position};
+pub use join_state::{Position, last, position};
 pub use messenger::Messenger;
 pub use point_to_point::MessageOptions;
 pub use process_groups::{BlockedCaller, ProcessGroups};

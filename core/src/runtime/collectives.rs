@@ -11,9 +11,11 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::{
-    self, CallHandle, CallOptions, CallWords, Group, Join, OnComplete, SmallCallInput, Timeout, wait_for_result,
+    self, CallHandle, CallOptions, CallWords, Group, Join, OnComplete, Position, SmallCallInput, Timeout,
+    wait_for_result,
 };
 use crate::reduce::ReduceOp;
+use crate::timeline;
 
 /// The code of Adasum among the operators, which is no operator of single elements.
 const ADASUM: i32 = 9;
@@ -256,20 +258,17 @@ pub fn join(group: Option<&Arc<Group>>, timeout: Timeout) -> Result<usize> {
         return wait_for(&join.handle, None).map(|()| join.last());
     }
     // All are started before an error returns: other ranks may join those that work.
+    let at = timeline::now();
     let joins: Vec<_> = teams.iter().map(|(_, team)| team.group().start_join(timeout)).collect();
     let ended = joins.into_iter().collect::<Result<Vec<Join>>>()?;
     wait_for_all(&ended)?;
-    let (control, rank) = (group_of_team(CONTROL)?, topology()?.rank());
-    let mut position = group::position(rank, ended.iter().map(Join::contributions).sum());
-    let buffer = Buffer::in_place((&raw mut position).cast(), 1, DType::I64);
-    let view = View { buffer, shape: &[] };
-    let (name, op) = ("join: the last rank", Op::allreduce(ReduceOp::Max));
-    let options = || Ok(CallOptions { name: name.into(), timeout, ..CallOptions::default() });
-    // SAFETY: the number is used by nobody else.
-    unsafe {
-        run(&control, Request::Collective(op), &[view], Some(SmallCall { name, by_name: false, timeout }), options)
-    }?;
-    Ok(group::last(position))
+    let position = group::position(ended.iter().map(Join::contributions).sum(), at);
+    let mut all = vec![Position::default(); topology()?.size()];
+    let buffer = Buffer::new(position.as_ptr().cast(), all.as_mut_ptr().cast(), position.len(), DType::I64);
+    let (view, name) = (View { buffer, shape: &[] }, "join: the last rank");
+    // SAFETY: the numbers are used by nobody else.
+    unsafe { run_on_all(Op::ALLGATHER, &[view], SmallCall { name, by_name: false, timeout }, None) }?;
+    Ok(group::last(&all))
 }
 
 /// Waits until all have ended, or one with an error.
