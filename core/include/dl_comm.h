@@ -248,9 +248,9 @@ struct dl_comm_device;
  * - If the calls of a name differ, they fail with DL_COMM_ERROR_MISMATCH on every rank, and no other call does.
  * - Calls on the same memory take effect in the order of their rank. If the ranks need contrary orders, a call fails
  *   with DL_COMM_ERROR_MISMATCH on every rank.
- * - A call that not all ranks have made fails at its own deadline with DL_COMM_ERROR_MISMATCH, and the others go on;
- *   unless no other rank has made any call of the group since it was started, which ends the group as always.
- * The same order on all ranks costs nothing. The call needs a name. */
+ * - A call that not all ranks have made fails at its deadline with DL_COMM_ERROR_MISMATCH, and the others go on. The
+ *   group's deadline ends the group, as always, if no other rank has made any call since; `timeout` does not.
+ * The same order on all ranks costs nothing; a `timeout` costs an exchange of lists. The call needs a name. */
 #define DL_COMM_BY_NAME 1
 
 /* A call. Set it to zero bytes and `size` to sizeof(dl_comm_call_t) first: later versions add fields at the end.

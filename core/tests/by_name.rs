@@ -9,8 +9,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{Rank, World, tensor};
-use dl_comm_core::buffer::Tensor;
-use dl_comm_core::collective::Op;
+use dl_comm_core::buffer::{Buffer, Tensor};
+use dl_comm_core::collective::{Bounds, Counts, Op};
+use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallOptions, Timeout};
 use dl_comm_core::reduce::ReduceOp;
@@ -268,6 +269,59 @@ fn a_call_without_counterpart_ends_at_its_deadline() {
     }
 }
 
+/// One rank names a length for each pair of ranks, the others one length.
+#[test]
+fn two_forms_of_an_all_to_all_match() {
+    for hosts in &WORLDS[1..] {
+        patient(hosts).run(|rank| {
+            let (size, mut sum) = (rank.size, [1f32; 10]);
+            let (input, mut output) = (vec![rank.rank as f32; 7 * size], vec![9f32; 7 * size]);
+            let bounds = || Bounds::new(&vec![7; size]).unwrap();
+            let (len, counts) = match rank.rank {
+                0 => (0, Counts::Pairs { send: bounds(), receive: bounds() }),
+                _ => (7, Counts::Even),
+            };
+            let buffer = Buffer::new(input.as_ptr().cast(), output.as_mut_ptr().cast(), len, DType::F32);
+            let options = CallOptions { name: "all".into(), by_name: true, counts, ..CallOptions::default() };
+            let exchange = || rank.start_with(Op::ALLTOALL, vec![vec![Tensor::new(buffer, &[])]], options);
+            let reduce = |sum: &mut [f32]| rank.start_by_name(SUM, in_place(sum), "sum");
+            let calls = match rank.rank {
+                0 => [exchange(), reduce(&mut sum)],
+                _ => [reduce(&mut sum), exchange()],
+            };
+            calls.into_iter().for_each(|call| call.recv().unwrap().unwrap());
+            assert!(output.iter().enumerate().all(|(index, &value)| value == (index / 7) as f32), "{output:?}");
+            assert_eq!(sum, [size as f32; 10]);
+        });
+    }
+}
+
+/// Of a call that only one rank makes, while no other rank makes any. The caller may wait in it.
+#[test]
+fn a_timeout_of_a_call_ends_only_this_call() {
+    for hosts in WORLDS {
+        patient(hosts).run(|rank| {
+            for round in 0..3 {
+                let (name, timeout) = ("lonely".to_owned(), Timeout::from_seconds(0.3));
+                let caller_blocks = round == 1;
+                let options = CallOptions { name, timeout, by_name: true, caller_blocks, ..CallOptions::default() };
+                let mut data = [1f32; 100];
+                if rank.rank == 0 || round == 2 {
+                    let result = rank.start_with(SUM, in_place(&mut data), options).recv().unwrap();
+                    assert_eq!(result.is_ok(), rank.size == 1 || round == 2, "{result:?}");
+                } else {
+                    thread::sleep(Duration::from_millis(700));
+                }
+                assert_eq!(data[0], if round == 2 { rank.size as f32 } else { 1.0 });
+                for _ in 0..3 {
+                    rank.call(SUM, in_place(&mut [1f32]), "").unwrap();
+                    rank.call_by_name(SUM, in_place(&mut [1f32]), "all").unwrap();
+                }
+            }
+        });
+    }
+}
+
 /// A name with a counterpart that comes late, and calls in between.
 #[test]
 fn a_late_counterpart_is_found() {
@@ -328,7 +382,7 @@ fn a_rank_that_joins_contributes_zeros_to_calls_by_name() {
             }
             let join = rank.team.group().start_join(Timeout::Override(None)).unwrap();
             join.handle.wait(None, || {}).unwrap();
-            assert_eq!(join.last(), rank.size - 1);
+            assert!(join.last() > 0, "rank 0 has made no call");
         });
     }
 }
@@ -375,7 +429,7 @@ fn a_call_by_name_needs_a_name_and_one_in_order_does_not_match_it() {
     });
 }
 
-/// The time of 60 calls of 64 KiB in contrary orders, beside that of one order.
+/// The time of 60 calls of 64 KiB in contrary orders, beside that of one order; and of 2000 short ones that meet few.
 #[test]
 #[ignore = "a measurement: cargo test --release -p dl_comm_core --test by_name -- --ignored --nocapture"]
 fn contrary_orders_cost_little() {
@@ -418,5 +472,13 @@ fn contrary_orders_cost_little() {
             contrary * 1e6,
             contrary / same
         );
+        for window in [2000, 50, 1] {
+            let since = Instant::now();
+            world.run(|rank| match rank.rank {
+                0 => run_window(rank, 0..2000, 8, 2000),
+                _ => run_window(rank, (0..2000).rev(), 8, window),
+            });
+            println!("{hosts:?}: 2000 calls in flight meet {window}: {:.0} ms", since.elapsed().as_secs_f64() * 1e3);
+        }
     }
 }

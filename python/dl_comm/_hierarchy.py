@@ -96,7 +96,7 @@ class _Handle:
 
     def run(self, spec: Any) -> None:
         """Runs an allreduce. The results are written at the end, so that an error changes nothing."""
-        collective, operator, _, _, sources, results, _, _, name, timeout, factors = spec
+        collective, operator, _, _, sources, results, _, _, name, timeout, factors, by_name = spec
         if collective != _ALLREDUCE:
             raise ArgumentError("only an allreduce goes through several levels")
         steps = self._levels.steps(operator, factors, any(source.dtype.kind in "iub" for source in sources))
@@ -107,7 +107,7 @@ class _Handle:
         def call(step: Step, values: list[Any]) -> list[Any]:
             written = None if step.collective == _REDUCE and step.group.rank else here
             code = (step.collective, step.operator, 0, 1)
-            step.group.handle.run((*code, values, written, None, None, name, timeout, step.factors, False))
+            step.group.handle.run((*code, values, written, None, None, name, timeout, step.factors, by_name))
             return here
 
         for result, value in zip(results, run_steps(steps, given, call), strict=True):

@@ -333,6 +333,11 @@ impl Call {
         &self.name
     }
 
+    /// Whether other ranks take part.
+    pub fn has_peers(&self) -> bool {
+        self.config.ranks > 1
+    }
+
     /// Whether it matches by its name, wherever the ranks make it.
     pub fn is_by_name(&self) -> bool {
         self.by_name

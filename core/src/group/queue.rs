@@ -21,7 +21,8 @@ pub(super) struct Queue<'a> {
     pub calls: VecDeque<Arc<Work>>,
     /// The number of calls at the front that all ranks have, as they have decided.
     decided: usize,
-    /// Calls that match by name and lacked a counterpart when the ranks decided, in the order of their submission.
+    /// Calls that match by name and lacked a counterpart when the ranks decided, in the order of their submission; and
+    /// those that always need a decision.
     unmatched: Vec<Arc<Work>>,
     /// When the last item came.
     pub arrived: Instant,
@@ -85,6 +86,7 @@ impl<'a> Queue<'a> {
 
     fn push(&mut self, item: QueueItem) {
         match item {
+            QueueItem::Call(work) if work.ends_alone() => self.unmatched.push(work),
             QueueItem::Call(work) => self.calls.push_back(work),
             QueueItem::HandedBack => {}
             QueueItem::JoinStalled => self.joins_stalled = true,

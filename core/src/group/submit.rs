@@ -82,6 +82,8 @@ impl Group {
             return None;
         }
         self.shared.callers.record(true);
+        let ends_alone = matches!(timeout, Timeout::Override(Some(_)));
+        let input = || input().filter(|input| !(input.by_name && ends_alone));
         let mut guard = self.executor.try_acquire()?;
         let since = small_calls::is_sampled(self.shared.matched()).then(Instant::now);
         let (call, posted) = match guard.start_small(words, input, since)? {
@@ -133,7 +135,10 @@ impl Group {
     /// As [`Group::new_work`], for a call that [`Group::work`] has made.
     pub(super) fn accept(&self, work: Arc<Work>, caller_blocks: bool) -> Submitted<'_> {
         self.shared.download_early(&work);
-        if caller_blocks && let Some(guard) = self.executor.try_acquire() {
+        if caller_blocks
+            && !work.ends_alone()
+            && let Some(guard) = self.executor.try_acquire()
+        {
             return Submitted(Some((guard, work)));
         }
         self.executor.enqueue();
@@ -148,7 +153,9 @@ impl Group {
         let deadline = self.shared.deadline(timeout);
         let thread = self.shared.callers.record(blocks);
         let record = self.shared.recorder.open(&call, deadline, thread);
-        Arc::new(Work::new(call, role, done, deadline, record, Arc::clone(&self.shared.recorder)))
+        let work = Work::new(call, role, done, deadline, record, Arc::clone(&self.shared.recorder));
+        work.record.set_unmatched(work.ends_alone());
+        Arc::new(work)
     }
 
     /// Runs a submitted call on this thread, unless the group's threads run it.

@@ -10,7 +10,7 @@ use super::join_state::JoinState;
 use super::record::{Record, Recorder};
 use crate::collective::device::HostCopy;
 use crate::collective::{Call, Counts, Plan};
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, SetBy};
 use crate::device::Device;
 use crate::error::{Error, Result, guard};
 use crate::lock::lock;
@@ -220,6 +220,13 @@ impl Work {
     /// Whether it is such a contribution.
     pub fn is_absent(&self) -> bool {
         matches!(self.role, Role::Absent)
+    }
+
+    /// Whether it matches by its name and has a deadline of its own, which ends only this call. Then the ranks decide on it
+    /// before one of them starts with it.
+    pub fn ends_alone(&self) -> bool {
+        let has_deadline = self.deadline.set_by == SetBy::Call && self.deadline.after.is_some();
+        has_deadline && self.call.is_by_name() && self.call.has_peers()
     }
 
     /// Whether its end is the end of an item of the queue.
