@@ -261,6 +261,8 @@ fn a_call_without_counterpart_ends_at_its_deadline() {
                     // It has ended long before the others come.
                     let Err(Error::Mismatch(text)) = failed.try_recv().unwrap() else { panic!("no mismatch") };
                     assert!(text.contains("'lonely' by name") && text.contains("the timeout of this call"), "{text}");
+                    let others = if first == 1 { "rank 0 had not" } else { "ranks 0, 1 had not" };
+                    assert!(text.contains(others), "{text}");
                     assert!(since.elapsed() < Duration::from_secs(10));
                 }
                 (0..10).for_each(call);

@@ -118,6 +118,25 @@ pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
     Reconciliation::Wait(lists.iter().map(RankStatus::of).collect())
 }
 
+/// For calls by name that some rank lacks: the key of the name, and some of these ranks.
+pub type Lacking = Vec<(u64, Vec<usize>)>;
+
+/// Those of the oldest calls of each rank, in at most `max_bytes` encoded bytes: for the message if their deadline passes.
+pub fn lacking(lists: &[PendingCalls], max_bytes: usize) -> Lacking {
+    const MAX_RANKS: usize = 16;
+    const MAX_ENTRY_BYTES: usize = 11 + 5 * MAX_RANKS;
+    let most = max_bytes.saturating_sub(MAX_HEADER_BYTES) / MAX_ENTRY_BYTES;
+    let by_name = |list: &PendingCalls| list.calls.iter().filter(|call| call.by_name).map(|call| call.key).collect();
+    let names: Vec<Vec<u64>> = lists.iter().map(by_name).collect();
+    let sets: Vec<HashSet<u64>> = names.iter().map(|names| names.iter().copied().collect()).collect();
+    let without = |name: u64| (0..lists.len()).filter(|&rank| !sets[rank].contains(&name)).take(MAX_RANKS).collect();
+    let lacked = |names: &Vec<u64>| {
+        let entries = names.iter().map(|&name| (name, without(name)));
+        entries.filter(|(_, ranks): &(u64, Vec<usize>)| !ranks.is_empty()).take(most / lists.len()).collect::<Lacking>()
+    };
+    names.iter().flat_map(lacked).collect()
+}
+
 /// What fails if no call has a counterpart: the oldest call of each rank that does not match by name. Without such calls,
 /// one name, so that the others may still match: the oldest that some rank lacks, of the rank with the fewest calls, which
 /// waits for it.
@@ -391,6 +410,19 @@ mod tests {
         let mut even = by_name(&[20]);
         even.calls[0].by_pairs = 21;
         assert_eq!(decide(&[even, by_name(&[21])]), Reconciliation::ByPairs(21));
+    }
+
+    #[test]
+    fn the_ranks_that_lack_a_call_are_known() {
+        let lists = [by_name(&[10, 20, 30]), by_name(&[20]), by_name(&[50, 10, 20])];
+        assert_eq!(lacking(&lists, 4096), [(2, vec![1]), (4, vec![1, 2]), (6, vec![0, 1]), (2, vec![1])]);
+        assert!(lacking(&lists, 100).is_empty(), "without room");
+        let many: Vec<u64> = (0..1000).map(|name| 10 * name).collect();
+        let (one, other) = (by_name(&many), list(&[], false));
+        for max_bytes in [200, 1000, 5000] {
+            let found = encode(&lacking(&[one.clone(), other.clone()], max_bytes)).unwrap();
+            assert!((2..=max_bytes).contains(&found.len()), "{max_bytes} {}", found.len());
+        }
     }
 
     #[test]

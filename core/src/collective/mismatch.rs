@@ -110,7 +110,7 @@ fn compare(texts: &[String]) -> String {
     for (ranks, text) in &groups {
         let title = text.lines().next().unwrap_or("");
         // Writing to a String cannot fail.
-        let _infallible = writeln!(out, "  {}: {title}", list(ranks));
+        let _infallible = writeln!(out, "  {}: {title}", list_of_ranks(ranks));
         // Skips calls without tensors.
         for &line in lines.iter().filter(|_| text.lines().count() > 1) {
             let _infallible = writeln!(out, "    {}", text.lines().nth(line).unwrap_or("(no further tensor)"));
@@ -121,7 +121,7 @@ fn compare(texts: &[String]) -> String {
 }
 
 /// `rank 3`, `ranks 0, 1, 2`, and for many `ranks 0, 1, … 9 (10 ranks)`.
-fn list(ranks: &[usize]) -> String {
+pub fn list_of_ranks(ranks: &[usize]) -> String {
     let text = |ranks: &[usize]| ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
     match ranks {
         [rank] => format!("rank {rank}"),

@@ -52,7 +52,7 @@ pub use chunk_source::{ActiveCall, ChunkSource, NextChunk};
 pub(crate) use inter_host::InterHost;
 pub use inter_host::{Algorithm, AlgorithmSetting};
 pub use lookahead::Lookahead;
-pub use mismatch::MismatchEntry;
+pub use mismatch::{MismatchEntry, list_of_ranks};
 pub use operation::{Collective, Op, Pattern, Root, TABLE};
 pub use plan::Plan;
 pub use small_message::PostedCall;

@@ -3,17 +3,17 @@
 //! Thread rule: that of [`Channel`].
 
 use super::channel::Channel;
-use super::matching::{self, PendingCalls, Reconciliation};
+use super::matching::{self, Lacking, PendingCalls, Reconciliation};
 use super::value_allgather;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 
 impl Channel {
-    /// Sends all ranks `list`, the calls pending here, and returns the common decision.
+    /// Sends all ranks `list`, the calls pending here, and returns the common decision, and who lacks calls.
     ///
     /// # Errors
     /// As for [`Channel::run_first_chunk`].
-    pub fn reconcile(&mut self, list: &PendingCalls, wait_ctx: &WaitContext<'_>) -> Result<Reconciliation> {
+    pub fn reconcile(&mut self, list: &PendingCalls, wait_ctx: &WaitContext<'_>) -> Result<(Reconciliation, Lacking)> {
         let max_bytes = value_allgather::max_value_bytes(self);
         let mut pages = list.pages(max_bytes);
         // By rank, on the ranks that decide.
@@ -25,7 +25,8 @@ impl Channel {
             } else {
                 lists.iter_mut().zip(pages).for_each(|(list, (page, _))| list.calls.extend(page.calls));
             }
-            (!more).then(|| matching::decide(&lists).truncated(max_bytes))
+            // The result has room for twice as much as a value.
+            (!more).then(|| (matching::decide(&lists).truncated(max_bytes), matching::lacking(&lists, max_bytes)))
         };
         let decision = loop {
             let empty = || PendingCalls { calls: Vec::new(), outlook: list.outlook, quiet: list.quiet };
@@ -35,7 +36,7 @@ impl Channel {
                 break decision;
             }
         };
-        match &decision {
+        match &decision.0 {
             Reconciliation::Fail(calls) | Reconciliation::Contrary(calls) if calls.len() != self.topology.size() => {
                 Err(Error::Internal("the decision on the calls does not name every rank".into()))
             }

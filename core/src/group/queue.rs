@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 
 use super::thread::{Inbox, Received};
 use super::work::{QueueItem, Work};
+use crate::collective::list_of_ranks;
+use crate::collective::matching::Lacking;
 use crate::error::{Error, Result};
 
 /// Finishes this thread's part of a call.
@@ -132,6 +134,14 @@ impl<'a> Queue<'a> {
         }
     }
 
+    /// Notes which ranks lack which calls.
+    pub fn note_lacking(&self, lacking: &Lacking) {
+        let by_key: HashMap<u64, &Vec<usize>> = lacking.iter().map(|(key, ranks)| (*key, ranks)).collect();
+        for work in self.calls.iter().filter(|work| !by_key.is_empty() && work.call.is_by_name()) {
+            by_key.get(&work.call.key()).into_iter().for_each(|ranks| work.set_lacking(ranks));
+        }
+    }
+
     /// Moves the calls with the signatures `order` to the front, in that order: all ranks have them.
     pub fn decide(&mut self, order: &[u64]) {
         let mut chosen: HashMap<u64, (usize, VecDeque<Arc<Work>>)> = HashMap::new();
@@ -166,7 +176,11 @@ impl<'a> Queue<'a> {
             let stays = !work.call.is_by_name() || !work.deadline.is_over(waited);
             if !stays {
                 let (call, seconds, set_by) = (work.call.summary(), waited.as_secs_f64(), work.deadline.set_by);
-                let text = format!("  {call}: not all ranks have made this call after {seconds:.1} s ({set_by})");
+                let ranks = match &work.lacking()[..] {
+                    [] => "some rank".to_owned(),
+                    ranks => list_of_ranks(ranks),
+                };
+                let text = format!("  {call}: {ranks} had not made this call after {seconds:.1} s ({set_by})");
                 finish(work, Err(Error::Mismatch(text)));
             }
             stays

@@ -71,7 +71,8 @@ impl Worker {
             let head = Arc::clone(queue.calls.iter().find(|work| !work.call.is_by_name()).unwrap_or(&absent));
             let own_rank = self.rank;
             let decision = self.run_checked(&head, |channel, _, wait_ctx| {
-                let decision = channel.reconcile(&list, wait_ctx)?;
+                let (decision, lacking) = channel.reconcile(&list, wait_ctx)?;
+                queue.note_lacking(&lacking);
                 if let Reconciliation::Wait(ranks) = &decision {
                     // The exchanges themselves do not wait for missing calls.
                     let counterpart = || {

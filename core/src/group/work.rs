@@ -119,6 +119,8 @@ pub(super) struct Work {
     plan: OnceLock<Plan>,
     pub record: Arc<Record>,
     unmatched_since: Mutex<Option<Instant>>,
+    /// Ranks that lacked it when the ranks compared their calls, if it matches by name.
+    lacking: Mutex<Vec<usize>>,
     /// The copies of a call on device memory that were started early.
     host_copy: Mutex<Option<HostCopy>>,
     recorder: Arc<Recorder>,
@@ -146,6 +148,7 @@ impl Work {
             plan: OnceLock::new(),
             record,
             unmatched_since: Mutex::default(),
+            lacking: Mutex::default(),
             host_copy: Mutex::default(),
             recorder,
             parts: AtomicUsize::new(1),
@@ -192,6 +195,7 @@ impl Work {
             plan: OnceLock::new(),
             record: Arc::clone(&self.record),
             unmatched_since: Mutex::new(*lock(&self.unmatched_since)),
+            lacking: Mutex::default(),
             host_copy: Mutex::default(),
             recorder: Arc::clone(&self.recorder),
             parts: AtomicUsize::new(1),
@@ -237,6 +241,16 @@ impl Work {
     /// When the ranks first found this call unmatched with nothing runnable before it; now, if never.
     pub fn unmatched_since(&self) -> Instant {
         *lock(&self.unmatched_since).get_or_insert_with(Instant::now)
+    }
+
+    /// Keeps the ranks that lack it.
+    pub fn set_lacking(&self, ranks: &[usize]) {
+        *lock(&self.lacking) = ranks.to_vec();
+    }
+
+    /// The ranks that lacked it, as far as they are known.
+    pub fn lacking(&self) -> Vec<usize> {
+        lock(&self.lacking).clone()
     }
 
     /// An earlier call could run, so restart the time.
