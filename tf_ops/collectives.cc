@@ -95,6 +95,7 @@ settings: Text as in settings.h, with these numbers:
   postscale: A factor of the sum.
   caller_blocks: As for DlCommGradients.
   timeout: The deadline in seconds; 0: no limit; negative: the group's.
+  by_name: Whether the call matches that of its name, wherever the ranks make it.
 )doc");
 
 REGISTER_OP("DlCommBlockCollective")
@@ -152,7 +153,7 @@ class GroupKernel : public CollectiveKernel {
  public:
   explicit GroupKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
     OP_REQUIRES_OK(context, read_settings(context, call_name_, labels_, collective_, reduce_, group_, root_, prescale_,
-                                          postscale_, caller_blocks_, timeout_));
+                                          postscale_, caller_blocks_, timeout_, by_name_));
   }
 
  protected:
@@ -182,12 +183,13 @@ class GroupKernel : public CollectiveKernel {
     call.root = root_;
     call.prescale = prescale_;
     call.postscale = postscale_;
-    call.by_name = false;
+    call.by_name = by_name_;
     call.send_counts = list.send_counts();
     call.receive_counts = list.receive_counts();
     start_collective(call, list.views(), list.shapes(), std::move(completion));
   }
 
+  bool by_name_ = false;
   int32_t collective_ = 0;
   int64_t group_ = 0;
   int32_t root_ = 0;

@@ -47,7 +47,7 @@ std::string arguments_of(const CollectiveKind& kind) {
   } else if (!kind.same_shape()) {
     text += ", int[] counts";
   }
-  return text + ", str name, float timeout";
+  return text + ", str name, float timeout, bool by_name=False";
 }
 
 // A call as Python describes it. `send` and `receive` are extents of first axes, empty for equal blocks; a collective
@@ -69,6 +69,7 @@ struct Request {
     if (kind.exchanges()) receive = to<Counts>(*stack++);
     name = take_string(*stack++);
     timeout = to<double>(*stack++);
+    by_name = to<bool>(*stack++);
   }
 
   Tensors tensors;
@@ -84,6 +85,7 @@ struct Request {
   Counts receive;
   std::string name;
   double timeout = -1;
+  bool by_name = false;
 };
 
 int32_t operator_code(const Request& request) {
@@ -111,7 +113,7 @@ std::shared_ptr<Work> submit(const CollectiveKind& kind, const Request& request,
   call.root = static_cast<int32_t>(std::clamp<int64_t>(request.root, -1, INT32_MAX));
   call.prescale = request.prescale;
   call.postscale = request.postscale;
-  call.by_name = false;
+  call.by_name = request.by_name;
   call.send_counts = views.send_counts();
   call.receive_counts = views.receive_counts();
   start_collective(call, views.views(), views.shapes(), completion_of(work));

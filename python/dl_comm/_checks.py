@@ -83,6 +83,15 @@ def checked_name(name: Any) -> None:
         checked_text("name", name)
 
 
+def checked_by_name(by_name: Any, name: Any) -> bool:
+    """Whether a call matches by its name, which it then needs."""
+    if not checked_flag("by_name", by_name):
+        return False
+    if not name:
+        raise ArgumentError("by_name=True needs a name: give name=")
+    return True
+
+
 def checked_team(team: Any) -> int:
     """The number of a team as an int. Raises ArgumentError when it is invalid."""
     return _number("team", team)

@@ -135,8 +135,14 @@ def _refuse_masked(arrays: list[Any]) -> None:
     ),
 )
 def broadcast(tensors: Any, root: int, in_place: bool, common: tuple[Any, ...]) -> Any:
-    group, name, timeout, async_op = common
-    if in_place is True and async_op is False and _all_numpy(tensors) and is_of_all(group) and _have_means(tensors):
+    group, name, timeout, async_op, by_name = common
+    if (
+        in_place is True
+        and async_op is False is by_name
+        and _all_numpy(tensors)
+        and is_of_all(group)
+        and _have_means(tensors)
+    ):
         # The checks below cost more than a small call.
         checked_name(name)
         _dl_comm.broadcast(tensors, checked_root(root), name, seconds(timeout))
@@ -145,13 +151,13 @@ def broadcast(tensors: Any, root: int, in_place: bool, common: tuple[Any, ...]) 
     given = [tensors] if single else listed(tensors, "broadcast")
     framework = binding_of(given)
     if framework is not None:
-        options = {"group": group, "name": name, "timeout": timeout, "in_place": in_place}
+        options = {"group": group, "name": name, "timeout": timeout, "in_place": in_place, "by_name": by_name}
         if checked_flag("async_op", async_op):
             if framework.ARE_IMMUTABLE:
                 raise ArgumentError("broadcast of TensorFlow tensors returns new tensors; it takes no async_op")
             options["async_op"] = True
         return framework.broadcast(tensors if single else given, root, **options)
-    if in_place and _cuda_arrays.all_on_gpu(given) and is_of_all(group) and not async_op:
+    if in_place and _cuda_arrays.all_on_gpu(given) and is_of_all(group) and not async_op and not by_name:
         _cuda_arrays.broadcast(given, checked_root(root), limit)
         return tensors if single else given
     _refuse_masked(given)
@@ -160,11 +166,16 @@ def broadcast(tensors: Any, root: int, in_place: bool, common: tuple[Any, ...]) 
         given, wrap = arrays_of(tensors, "tensors")
     if not in_place:
         given = [array.copy() if isinstance(array, np.ndarray) else array for array in given]
-    if not async_op and is_of_all(group) and all(isinstance(each, np.ndarray) for each in given) and _have_means(given):
+    if (
+        not (async_op or by_name)
+        and is_of_all(group)
+        and all(isinstance(each, np.ndarray) for each in given)
+        and _have_means(given)
+    ):
         checked_name(name)
         _dl_comm.broadcast(given, checked_root(root), name, limit)
         return wrap(given)
-    return broadcast_in(given, root, group, name, timeout, async_op, wrap)
+    return broadcast_in(given, root, group, name, timeout, async_op, by_name, wrap)
 
 
 @overload

@@ -27,7 +27,7 @@ from dl_comm._arguments import (
     results_like,
     returned,
 )
-from dl_comm._checks import checked_flag, checked_name, seconds
+from dl_comm._checks import checked_by_name, checked_flag, checked_name, seconds
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group, is_of_all
 from dl_comm._groups import given as members
@@ -62,9 +62,10 @@ class _Call:
         timeout: float | None = None,
         out: Any = None,
         async_op: bool = False,
+        by_name: bool = False,
     ) -> None:
         checked_name(name)
-        self.kind, self.name, self.out = kind, name, out
+        self.kind, self.name, self.out, self.by_name = kind, name, out, checked_by_name(by_name, name)
         self.timeout, self.async_op = limit(timeout), checked_flag("async_op", async_op)
         self.group = members(group, kind.code, async_op=self.async_op)
 
@@ -82,7 +83,7 @@ class _Call:
     ) -> Any:
         """Runs or starts the call; ``result`` makes the caller's result once it has ended."""
         what = (self.kind.code, operator, root, blocks, sources, destinations)
-        spec = (*what, *counts, self.name, self.timeout, factors, False)
+        spec = (*what, *counts, self.name, self.timeout, factors, self.by_name)
         handle = self.group.handle
         if self.async_op:
             return Work(handle.start(spec), lambda _: result())
@@ -94,7 +95,7 @@ class _Call:
         values = np.array(extents)
         shape = values.shape if kind is AllToAll else (len(values) * self.group.size,)
         call = _Call(kind, self.group, f"{self.name or self.kind.name}: {what}")
-        call.timeout = self.timeout
+        call.timeout, call.by_name = self.timeout, self.by_name
         found = np.empty(shape, values.dtype)
         blocks = self.group.size if kind is AllToAll else 1
         call.run(nothing, [values], [found], blocks=blocks)
@@ -104,8 +105,8 @@ class _Call:
 
 @made(Allreduce)
 def allreduce(x: Any, op: str, prescale: float, postscale: float, common: tuple[Any, ...]) -> Any:
-    group, name, timeout, out, async_op = common
-    is_plain = type(x) is np.ndarray and (out is x or out is None)
+    group, name, timeout, out, async_op, by_name = common
+    is_plain = type(x) is np.ndarray and (out is x or out is None) and by_name is False
     is_short = type(prescale) is float is type(postscale) and type(op) is str and (name is None or type(name) is str)
     if is_plain and is_short and async_op is False and prescale == 1.0 == postscale and op in OPERATORS:
         # Such an array needs no checks here, and a short call no more than this.
@@ -220,10 +221,11 @@ def broadcast_in(
     name: str | None = None,
     timeout: float | None = None,
     async_op: bool = False,
+    by_name: bool = False,
     result: Any = None,
 ) -> Any:
     """Copies arrays from rank ``root`` of a group, in place; returns them, or what ``result`` makes of them."""
-    call = _Call(Broadcast, group, name, timeout, None, async_op)
+    call = _Call(Broadcast, group, name, timeout, None, async_op, by_name)
     make = (lambda: arrays) if result is None else (lambda: result(arrays))
     return call.run(make, arrays, arrays, root=checked_rank(root, call.group))
 

@@ -73,6 +73,13 @@ OPTIONS = {
     "group": Option("Group | None", "None", "The ranks that take part; None: all."),
     "name": Option("str | None", "None", "A name that must be the same on all ranks; error messages contain it."),
     "timeout": Option("float | None", "None", "The deadline in seconds (0: no limit), instead of the group's."),
+    "by_name": Option(
+        "bool",
+        "False",
+        "Match the call of this name, wherever the ranks make it and whatever else they wait for; calls of one name "
+        "keep their order. All ranks give it, or none. If the calls of a name differ, or a rank lacks one at the "
+        "deadline, this call fails and no other.",
+    ),
     "out": Option("Any", "None", "Contiguous arrays for the results, of their shapes and the types of ``x``."),
     "prescale": Option("float", "1.0", "A factor of every input of a sum of floating-point numbers."),
     "postscale": Option("float", "1.0", "A factor of the sum."),
@@ -98,7 +105,7 @@ OPTIONS = {
         "bool", "False", "Return a ``Work`` at once. Until it has ended, nobody else may use the arrays."
     ),
 }
-COMMON = ("group", "name", "timeout", "out", "async_op")
+COMMON = ("group", "name", "timeout", "out", "async_op", "by_name")
 """What all calls take, but for ``out``: that is of those with results."""
 _MOVING = ("group", "name", "timeout", "out")
 
@@ -144,7 +151,7 @@ class Allreduce(Call):
     code = 1
     name = "allreduce"
     positional = ("x", "op")
-    keywords = (*_MOVING, "prescale", "postscale", "async_op")
+    keywords = (*_MOVING, "prescale", "postscale", "async_op", "by_name")
     summary = "Reduces arrays element by element over the ranks; every rank gets the result. Collective."
     texts = {
         "x": "An array or tensor of any shape, a number, or a list of arrays, which is one call. Shapes and types are "
@@ -183,7 +190,7 @@ class Broadcast(Call):
     code = 2
     name = "broadcast"
     positional = ("tensors", "root")
-    keywords = ("group", "name", "timeout", "in_place", "async_op")
+    keywords = ("group", "name", "timeout", "in_place", "async_op", "by_name")
     summary = "Copies the values of rank ``root`` to all ranks. Collective."
     texts = {
         "tensors": "An array or tensor of any shape and element type, a number, or a list of arrays, which is one "
@@ -242,7 +249,7 @@ class Reduce(Call):
     code = 4
     name = "reduce"
     positional = ("x", "root", "op")
-    keywords = (*_MOVING, "async_op")
+    keywords = (*_MOVING, "async_op", "by_name")
     summary = (
         "Reduces arrays element by element over the ranks; rank ``root`` of the group gets the result. Collective."
     )
@@ -292,7 +299,7 @@ class AllGather(Call):
     code = 5
     name = "all_gather"
     positional = ("x",)
-    keywords = (*_MOVING, "counts", "ragged", "async_op")
+    keywords = (*_MOVING, "counts", "ragged", "async_op", "by_name")
     summary = (
         "Joins the arrays of all ranks along the first axis, in the order of the ranks; every rank gets the result. "
         "Collective."
@@ -376,7 +383,7 @@ class Scatter(Call):
     code = 7
     name = "scatter"
     positional = ("x", "root")
-    keywords = (*_MOVING, "counts", "async_op")
+    keywords = (*_MOVING, "counts", "async_op", "by_name")
     summary = "Cuts the arrays of rank ``root`` along the first axis into a block for each rank. Collective."
     texts = {
         "x": "On the root an array or tensor of the shape ``(n, *rest)``, or a list of them, which is one call. "
@@ -438,7 +445,7 @@ class ReduceScatter(Call):
     code = 8
     name = "reduce_scatter"
     positional = ("x", "op")
-    keywords = (*_MOVING, "counts", "prescale", "postscale", "async_op")
+    keywords = (*_MOVING, "counts", "prescale", "postscale", "async_op", "by_name")
     summary = (
         "Reduces arrays over the ranks and cuts the result along the first axis into a block for each rank. Collective."
     )
@@ -478,7 +485,7 @@ class AllToAll(Call):
     code = 9
     name = "all_to_all"
     positional = ("x",)
-    keywords = (*_MOVING, "send_counts", "receive_counts", "async_op")
+    keywords = (*_MOVING, "send_counts", "receive_counts", "async_op", "by_name")
     summary = (
         "Sends block r of every array, along the first axis, to rank r; the result has a block from each rank, in "
         "their order. Collective."

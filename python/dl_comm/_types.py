@@ -42,14 +42,20 @@ class Named(TypedDict, total=False):
     timeout: float | None
 
 
-class Copied(Named, total=False):
+class Matched(Named, total=False):
+    """Of all collectives that move data."""
+
+    by_name: bool
+
+
+class Copied(Matched, total=False):
     """Of broadcast."""
 
     in_place: bool
 
 
-class Common(Named, total=False):
-    """Of all collectives that move data."""
+class Common(Matched, total=False):
+    """Of those with results."""
 
     out: Any
 
@@ -81,7 +87,7 @@ class Exchanged(Common, total=False):
     receive_counts: Sequence[int] | None
 
 
-class Scattered(Named, total=False):
+class Scattered(Matched, total=False):
     """Of scatter, which has overloads for ``out``."""
 
     counts: Sequence[int] | None

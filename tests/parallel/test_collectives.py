@@ -536,6 +536,78 @@ def test_blocks_must_divide_the_first_axis(framework: Framework, rank: int, size
     framework.check(framework.comm.allreduce(x), np.full(size + 1, float(size)))
 
 
+def test_calls_match_by_name_in_any_order(framework: Framework, rank: int, size: int) -> None:
+    """Each rank waits for its calls in an order of its own, before it starts others."""
+    comm, make, names = framework.comm, framework.make, [f"by name {i}" for i in range(6)]
+    mine = names if rank % 2 == 0 or not framework.supports("async") else names[::-1]
+    for _ in range(2):
+        if framework.supports("async"):
+            first = {
+                name: comm.allreduce(make(np.full(50, rank + i)), name=name, by_name=True, async_op=True)
+                for i, name in ((names.index(name), name) for name in mine[:3])
+            }
+            second = {
+                name: comm.allreduce(make(np.full(50, rank + i)), name=name, by_name=True, async_op=True)
+                for i, name in ((names.index(name), name) for name in mine[3:])
+            }
+            found = {name: started.wait() for name, started in {**second, **first}.items()}
+        else:
+            found = {
+                name: comm.allreduce(make(np.full(50, rank + i)), name=name, by_name=True)
+                for i, name in enumerate(names)
+            }
+        for i, name in enumerate(names):
+            framework.check(found[name], np.full(50, size * (size - 1) // 2 + size * i))
+
+
+def test_every_collective_takes_by_name(framework: Framework, rank: int, size: int) -> None:
+    comm, x, options = framework.comm, framework.make(np.arange(2.0 * size)), {"by_name": True}
+    ones = np.ones(2 * size)
+    framework.check(comm.allreduce(x, name="allreduce", **options), size * np.arange(2.0 * size))
+    framework.check(comm.all_gather(x[:1], name="all_gather", **options), np.zeros(size))
+    framework.check(
+        comm.all_gather(x[: rank + 1], name="ragged", ragged=True, **options),
+        np.concatenate([np.arange(r + 1.0) for r in range(size)]),
+    )
+    framework.check(
+        comm.reduce_scatter(x, name="reduce_scatter", **options), size * np.arange(2.0 * rank, 2 * rank + 2)
+    )
+    framework.check(comm.all_to_all(x, name="all_to_all", **options), np.tile([2.0 * rank, 2 * rank + 1], size))
+    framework.check(comm.scatter(x, name="scatter", **options), np.arange(2.0 * rank, 2 * rank + 2))
+    framework.check(
+        framework.broadcast(framework.make(ones * rank), size - 1, name="broadcast", **options), ones * (size - 1)
+    )
+    at_root = framework.on_root(size * np.arange(2.0 * size), rank == 0)
+    framework.check(comm.reduce(x, name="reduce", **options), at_root)
+    gathered = framework.on_root(np.zeros(size), rank == 0, gathered=True)
+    framework.check(comm.gather(x[:1], name="gather", **options), gathered)
+    if framework.supports("gradients"):
+        _, gradient = framework.derivative(lambda x: comm.allreduce(x, name="with gradient", by_name=True), x)
+        framework.check(gradient, size * ones)
+    for wrong in ({}, {"name": ""}):
+        with pytest.raises(dl_comm.ArgumentError, match="by_name=True needs a name"):
+            comm.allreduce(x, by_name=True, **wrong)
+    with pytest.raises(dl_comm.ArgumentError, match="invalid by_name"):
+        comm.allreduce(x, name="x", by_name="yes")
+
+
+def test_a_conflict_of_a_name_fails_no_other_call(framework: Framework, rank: int, size: int) -> None:
+    if size == 1 or not framework.supports("async"):
+        pytest.skip("needs ranks that differ, and calls in flight")
+    comm, odd = framework.comm, rank == size - 1
+
+    def start(name: str, length: int) -> Any:
+        return comm.allreduce(framework.make(np.ones(length)), name=name, by_name=True, async_op=True)
+
+    before, conflict = start("before", 5), start("conflict", 3 + odd)
+    after = start("after", 7)
+    with pytest.raises(dl_comm.MismatchError, match="conflict"):
+        conflict.wait()
+    framework.check(after.wait(), np.full(7, float(size)))
+    framework.check(before.wait(), np.full(5, float(size)))
+    framework.check(start("conflict", 3).wait(), np.full(3, float(size)))
+
+
 # Calls of which the last rank makes another one than the others.
 DIFFERENT: dict[str, Callable[[Framework, bool], Any]] = {
     "shape": lambda f, odd: f.comm.allreduce(f.make(np.ones(3 if odd else 2)), name="differs"),

@@ -11,7 +11,7 @@ import pytest
 import dl_comm
 from launch import QUIET, run
 
-SETTINGS = ("signal_dump", "stack_dump", "excepthook", "exit_handler", "torch_variables")
+SETTINGS = ("signal_dump", "stack_dump", "excepthook", "exit_handler", "torch_variables", "logging")
 
 # The handler at exit that is registered first runs last.
 PROGRAM = """

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from dl_comm._arguments import NO_FACTORS, arrays_of, one_array, operator_code
-from dl_comm._checks import checked_flag, checked_ints, checked_name, checked_root, seconds
+from dl_comm._checks import checked_by_name, checked_flag, checked_ints, checked_name, checked_root, seconds
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group, given, is_routed
 from dl_comm._hierarchy import Levels, Step, run_steps
@@ -47,8 +47,10 @@ class _Call:
         group: Group | None = None,
         name: str | None = None,
         timeout: float | None = None,
+        by_name: bool = False,
     ) -> None:
         checked_name(name)
+        self.by_name = checked_by_name(by_name, name)
         self.code, self.name, self.timeout = kind.code, name or kind.name, seconds(timeout)
         self.group = _ops.number_of(group, self.code)
         self.is_list = isinstance(x, (list, tuple))
@@ -64,7 +66,19 @@ class _Call:
     ) -> Any:
         """Runs the collective; returns results of the kind of the argument."""
         results = _ops.collective(
-            self.code, self.tensors, self.name, self.group, self.timeout, operator, factors, root, counts, self.given
+            *(
+                self.code,
+                self.tensors,
+                self.name,
+                self.group,
+                self.timeout,
+                operator,
+                factors,
+                root,
+                counts,
+                self.given,
+            ),
+            by_name=self.by_name,
         )
         return list(results) if self.is_list else results[0]
 
@@ -72,7 +86,7 @@ class _Call:
         """Runs the collective on the extents of blocks, before the call itself."""
         name = f"{self.name}: extents"
         with tf.device("CPU:0"):  # where the ops read them
-            return _ops.collective(kind.code, [extents], name, self.group, self.timeout)[0]
+            return _ops.collective(kind.code, [extents], name, self.group, self.timeout, by_name=self.by_name)[0]
 
     def extents(self, counts: Any, ragged: bool) -> list[tf.Tensor]:
         """The extents of the first axis of all ranks' tensors, if they differ."""
@@ -122,7 +136,7 @@ _SLICES = Option(
 def allreduce(
     x: Any, op: str, prescale: float, postscale: float, sparse_as_dense: bool, common: tuple[Any, ...]
 ) -> Any:
-    group, name, timeout = common
+    group, name, timeout, by_name = common
     operator, factors = operator_code(op, prescale, postscale)
     if not (sparse_as_dense or isinstance(x, tf.Tensor)):
         is_list = isinstance(x, (list, tuple))
@@ -130,16 +144,16 @@ def allreduce(
         sparse = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
         if sparse:
             dense = [value for i, value in enumerate(values) if i not in sparse]
-            options: dict[str, Any] = {"group": group, "name": name, "timeout": timeout}
+            options: dict[str, Any] = {"group": group, "name": name, "timeout": timeout, "by_name": by_name}
             reduced = iter(allreduce(dense, op, prescale=prescale, postscale=postscale, **options) if dense else [])
             results = [
                 _reduced_slices(value, op, factors, options) if i in sparse else next(reduced)
                 for i, value in enumerate(values)
             ]
             return results if is_list else results[0]
-    if group is None and is_routed():
+    if group is None and is_routed() and not by_name:
         group = given(None, Allreduce.code)
-    call = _Call(Allreduce, x, group, name, timeout)
+    call = _Call(Allreduce, x, group, name, timeout, by_name)
     return _by_levels(call, group, op, operator, factors) if isinstance(group, Levels) else call.run(operator, factors)
 
 

@@ -49,16 +49,16 @@ class _Backward:
             for i, y in zip(self.indices, self.y, strict=True)
         ]
         if op.type == _PLAIN_BROADCAST:  # to all ranks
-            numbers = [Broadcast.code, _SUM, 0, numbers[0], *NO_FACTORS, *numbers[1:]]
+            numbers = [Broadcast.code, _SUM, 0, numbers[0], *NO_FACTORS, *numbers[1:], 0]
         self.code, self.operator, self.group, self.root = map(int, numbers[:4])
-        self.factors, self.timeout = (numbers[4], numbers[5]), numbers[-1]
+        self.factors, self.timeout, self.by_name = (numbers[4], numbers[5]), numbers[-2], bool(numbers[-1])
         self.counts = list(op.inputs[self.outputs :])
 
     def call(
         self, code: int, tensors: Sequence[Any], counts: Sequence[Any] = (), name: str = "", **options: Any
     ) -> list[Any]:
         """Runs a collective on the group and with the root of the op."""
-        options = {"root": self.root, "timeout": self.timeout, "counts": counts, **options}
+        options = {"root": self.root, "timeout": self.timeout, "by_name": self.by_name, "counts": counts, **options}
         # Counts belong to one tensor.
         parts = [[tensor] for tensor in tensors] if counts else [tensors]
         name = self.name + name

@@ -29,7 +29,7 @@ import tensorflow as tf
 from dl_comm import _load
 from dl_comm._arguments import ADASUM, NO_FACTORS
 from dl_comm._buckets import bucket_bytes, split
-from dl_comm._checks import checked_flag, checked_name, checked_root, refuse_masked, seconds
+from dl_comm._checks import checked_by_name, checked_flag, checked_name, checked_root, refuse_masked, seconds
 from dl_comm._cuda import preload
 from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
 from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_routed, unless_world
@@ -197,12 +197,12 @@ def gradients(
     ),
 )
 def broadcast(tensors: Any, root: int, in_place: bool, common: tuple[Any, ...]) -> Any:
-    group, name, timeout = common
-    single = is_single(tensors)
+    group, name, timeout, by_name = common
+    by_name, single = checked_by_name(by_name, name), is_single(tensors)
     given = listed([tensors] if single else tensors)
     if group is None and is_routed():
         group = given_group(None, Broadcast.code)
-    results = broadcast_new(given, root, name or "broadcast", timeout, group)
+    results = broadcast_new(given, root, name or "broadcast", timeout, group, by_name)
     if checked_flag("in_place", in_place) and tf.compat.v1.executing_eagerly_outside_functions():
         for value, result in zip(given, results, strict=True):
             if hasattr(value, "assign"):  # TensorFlow's variables and Keras's
@@ -212,15 +212,20 @@ def broadcast(tensors: Any, root: int, in_place: bool, common: tuple[Any, ...]) 
 
 @no_autograph
 def broadcast_new(
-    given: list[Any], root: int, name: str, timeout: float | None = None, group: Group | None = None
+    given: list[Any],
+    root: int,
+    name: str,
+    timeout: float | None = None,
+    group: Group | None = None,
+    by_name: bool = False,
 ) -> list[tf.Tensor]:
     """As `broadcast`, without assigning variables."""
     checked_name(name)
     values = [as_tensor(value, ALL_TYPES, "broadcast") for value in given]
     root, limit, group = checked_root(root), seconds(timeout), unless_world(group)
-    if group is not None:
-        number = number_of(group)
-        return list(collective(Broadcast.code, values, name, number, timeout=limit, root=root, named=given))
+    if group is not None or by_name:
+        where = (name, number_of(group), limit)
+        return list(collective(Broadcast.code, values, *where, root=root, named=given, by_name=by_name))
     refuse_xla()
     eager = tf.executing_eagerly()
     order, names = order_of(given, eager)
@@ -239,6 +244,7 @@ def collective(
     root: int = 0,
     counts: Sequence[tf.Tensor] = (),
     named: Sequence[Any] = (),
+    by_name: bool = False,
 ) -> Any:
     """Add or run a collective of dl_comm.h, `code`, on the group with the number `group`.
 
@@ -253,6 +259,7 @@ def collective(
         root: The root.
         counts: As int64 tensors: the extents of the blocks, if they differ.
         named: What the tensors were converted from, whose names stand in messages.
+        by_name: Whether the call matches that of its name, wherever the ranks make it.
 
     Returns:
         The list of results; for a barrier in a graph, the operation.
@@ -262,7 +269,7 @@ def collective(
         refuse_xla()
         name = call_name(name, f"group {group}")
     order, names = order_of(named, eager)
-    text = settings(name, names, code, operator, group, root, factors[0], factors[1], eager, timeout)
+    text = settings(name, names, code, operator, group, root, factors[0], factors[1], eager, timeout, by_name)
     on_host = operator == ADASUM
     if code in _LIKE_INPUTS:
         if order is None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dl_comm import _groups
-from dl_comm._checks import checked_ints, checked_name, refuse_masked, refuse_missing
+from dl_comm._checks import checked_by_name, checked_ints, checked_name, refuse_masked, refuse_missing, seconds
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group
 from dl_comm.torch import _ops
@@ -131,6 +131,12 @@ def call_name(name: str | None) -> str:
         return ""
     checked_name(name)
     return name
+
+
+def matching(common: tuple[Any, ...]) -> tuple[str, float, bool]:
+    """Return name, deadline and `by_name` of a call as the ops take them. `common`: as `_made` passes it."""
+    name, timeout, by_name = common[1], common[2], common[-1]
+    return call_name(name), seconds(timeout), checked_by_name(by_name, name)
 
 
 def operator_name(op: Any) -> str:

@@ -29,6 +29,8 @@ Tensors = list[torch.Tensor]
 Shapes = Sequence[Sequence[int]]
 Place = tuple[int, int, int]
 """The leading arguments of an op: the number of a group, this process's rank there, and the number of its ranks."""
+How = tuple[str, float, bool]
+"""The last arguments of an op: name, deadline, and whether calls match by name."""
 
 
 # Fake kernels: shapes only.
@@ -104,28 +106,28 @@ for _name, _fake in _FAKES.items():
 
 
 def _allreduce(
-    ctx: Any, grads: Tensors, shapes: Shapes, place: Place, op: str, pre: float, post: float, name: str, timeout: float
+    ctx: Any, grads: Tensors, shapes: Shapes, place: Place, op: str, pre: float, post: float, how: How
 ) -> Tensors:
     if op in ("sum", "mean"):
-        found: Tensors = call(_ops.allreduce, grads, *place, op, pre, post, name, timeout)
+        found: Tensors = call(_ops.allreduce, grads, *place, op, pre, post, *how)
         return found
     if op not in ("min", "max", "product"):
         raise _no_gradient("allreduce", op)
     saved = ctx.saved_tensors
     inputs, outputs = saved[: len(grads)], saved[len(grads) :]
     if op == "product":
-        return _of_product(grads, inputs, place, name, timeout)
+        return _of_product(grads, inputs, place, how)
     # As torch.amax: ranks with equal values share the gradient.
     chosen = [(x == y).to(grad.dtype) for x, y, grad in zip(inputs, outputs, grads, strict=True)]
-    sums = call(_ops.allreduce, [*grads, *chosen], *place, "sum", 1.0, 1.0, name, timeout)
+    sums = call(_ops.allreduce, [*grads, *chosen], *place, "sum", 1.0, 1.0, *how)
     return [total * mine / number for total, mine, number in zip(sums, chosen, sums[len(grads) :], strict=False)]
 
 
-def _of_product(grads: Tensors, inputs: Sequence[torch.Tensor], place: Place, name: str, timeout: float) -> Tensors:
+def _of_product(grads: Tensors, inputs: Sequence[torch.Tensor], place: Place, how: How) -> Tensors:
     """The gradients of a product: those of the results times the factors of the other ranks, of which some may be 0."""
     rank = place[1]
-    sums = call(_ops.allreduce, grads, *place, "sum", 1.0, 1.0, name, timeout)
-    factors = call(_ops.all_gather, [x.unsqueeze(0) for x in inputs], *place, [], f"{name}: factors", timeout)
+    sums = call(_ops.allreduce, grads, *place, "sum", 1.0, 1.0, *how)
+    factors = call(_ops.all_gather, [x.unsqueeze(0) for x in inputs], *place, [], f"{how[0]}: factors", *how[1:])
     others = [torch.cat([each[:rank], each[rank + 1 :]]).prod(0) for each in factors]
     return [total * other for total, other in zip(sums, others, strict=True)]
 
@@ -155,8 +157,8 @@ def spread(tensors: Tensors, shapes: Shapes, place: Place, root: int) -> Tensors
     return [tensor.sum(dtype=tensor.dtype).expand(tuple(shape)) for tensor, shape in zip(tensors, shapes, strict=True)]
 
 
-def _broadcast(ctx: Any, grads: Tensors, shapes: Shapes, place: Place, root: int, name: str, timeout: float) -> Tensors:
-    return spread(call(_ops.reduce, grads, *place, "sum", 1.0, 1.0, root, name, timeout), shapes, place, root)
+def _broadcast(ctx: Any, grads: Tensors, shapes: Shapes, place: Place, root: int, how: How) -> Tensors:
+    return spread(call(_ops.reduce, grads, *place, "sum", 1.0, 1.0, root, *how), shapes, place, root)
 
 
 def _reduce(
@@ -168,34 +170,27 @@ def _reduce(
     pre: float,
     post: float,
     root: int,
-    name: str,
-    timeout: float,
+    how: How,
 ) -> Tensors:
     factor = _linear("reduce", op, place[2], pre, post)
-    return _scaled(call(_ops.broadcast, spread(grads, shapes, place, root), *place, root, name, timeout), factor)
+    return _scaled(call(_ops.broadcast, spread(grads, shapes, place, root), *place, root, *how), factor)
 
 
-def _all_gather(
-    ctx: Any, grads: Tensors, shapes: Shapes, place: Place, counts: list[int], name: str, timeout: float
-) -> Tensors:
-    found = call(_ops.reduce_scatter, grads, *place, "sum", 1.0, 1.0, counts, name, timeout)
+def _all_gather(ctx: Any, grads: Tensors, shapes: Shapes, place: Place, counts: list[int], how: How) -> Tensors:
+    found = call(_ops.reduce_scatter, grads, *place, "sum", 1.0, 1.0, counts, *how)
     return [each.reshape(tuple(shape)) for each, shape in zip(found, shapes, strict=True)]
 
 
-def _gather(
-    ctx: Any, grads: Tensors, shapes: Shapes, place: Place, root: int, counts: list[int], name: str, timeout: float
-) -> Tensors:
+def _gather(ctx: Any, grads: Tensors, shapes: Shapes, place: Place, root: int, counts: list[int], how: How) -> Tensors:
     size = place[2]
     blocks = [tuple(shape) or (1,) for shape in shapes]
     joined = [(sum(counts) if counts else size * block[0], *block[1:]) for block in blocks]
-    found = call(_ops.scatter, spread(grads, joined, place, root), *place, root, counts, name, timeout)
+    found = call(_ops.scatter, spread(grads, joined, place, root), *place, root, counts, *how)
     return [each.reshape(tuple(shape)) for each, shape in zip(found, shapes, strict=True)]
 
 
-def _scatter(
-    ctx: Any, grads: Tensors, shapes: Shapes, place: Place, root: int, counts: list[int], name: str, timeout: float
-) -> Tensors:
-    return spread(call(_ops.gather, grads, *place, root, counts, name, timeout), shapes, place, root)
+def _scatter(ctx: Any, grads: Tensors, shapes: Shapes, place: Place, root: int, counts: list[int], how: How) -> Tensors:
+    return spread(call(_ops.gather, grads, *place, root, counts, *how), shapes, place, root)
 
 
 def _reduce_scatter(
@@ -207,11 +202,10 @@ def _reduce_scatter(
     pre: float,
     post: float,
     counts: list[int],
-    name: str,
-    timeout: float,
+    how: How,
 ) -> Tensors:
     factor = _linear("reduce_scatter", op, place[2], pre, post)
-    return _scaled(call(_ops.all_gather, grads, *place, counts, name, timeout), factor)
+    return _scaled(call(_ops.all_gather, grads, *place, counts, *how), factor)
 
 
 def _all_to_all(
@@ -221,10 +215,9 @@ def _all_to_all(
     place: Place,
     sent: list[int],
     received: list[int],
-    name: str,
-    timeout: float,
+    how: How,
 ) -> Tensors:
-    found: Tensors = call(_ops.all_to_all, grads, *place, received, sent, name, timeout)
+    found: Tensors = call(_ops.all_to_all, grads, *place, received, sent, *how)
     return found
 
 
@@ -240,11 +233,13 @@ def _register(name: str, gradient: Callable[..., Tensors], saves: Callable[..., 
             ctx.save_for_backward(*(x for x, _ in inputs_and_outputs), *(y for _, y in inputs_and_outputs))
 
     def backward(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
-        *arguments, call_name, timeout = ctx.arguments
+        *arguments, call_name, timeout, by_name = ctx.arguments
         place, arguments = tuple(arguments[:3]), arguments[3:]
         known = [grad for grad, floating in zip(grads, ctx.floating, strict=True) if floating]
         shapes = [shape for shape, floating in zip(ctx.shapes, ctx.floating, strict=True) if floating]
-        found = iter(gradient(ctx, known, shapes, place, *arguments, f"{call_name or name}.gradient", timeout))
+        found = iter(
+            gradient(ctx, known, shapes, place, *arguments, (f"{call_name or name}.gradient", timeout, by_name))
+        )
         result = [next(found) if floating else None for floating in ctx.floating]
         # torch counts an empty list of numbers as one of tensors.
         return result, *([] if isinstance(each, list) and not each else None for each in ctx.arguments)

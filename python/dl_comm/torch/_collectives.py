@@ -28,6 +28,7 @@ from dl_comm.torch._arguments import (
     first,
     item,
     listed_counts,
+    matching,
     nothing,
     operator_name,
     place,
@@ -66,9 +67,11 @@ _GATHER = _TORCH._replace(returns=Gather.returns + _ON_ROOT)
 
 @made(Allreduce, _TORCH)
 def allreduce(x: Any, op: str, prescale: float, postscale: float, common: tuple[Any, ...]) -> Any:
-    group, name, timeout, out, async_op = common
+    group, name, timeout, out, async_op, by_name = common
     world = _groups._world if group is None and not _groups.is_routed() else None
-    is_plain = type(x) is torch.Tensor and (out is None or out is x) and name is None and timeout is None
+    is_plain = (
+        type(x) is torch.Tensor and (out is None or out is x) and name is None and timeout is None and not by_name
+    )
     is_plain = is_plain and type(prescale) is float is type(postscale) and async_op is False
     if world is not None and is_plain and not _ops.differentiates(given := [x]):
         # The general way takes a microsecond more.
@@ -79,7 +82,7 @@ def allreduce(x: Any, op: str, prescale: float, postscale: float, common: tuple[
         torch.autograd.graph.increment_version(x)
         return x
     factors = (checked_float("prescale", prescale), checked_float("postscale", postscale))
-    if group is None and _groups.is_routed() and async_op is False:
+    if group is None and _groups.is_routed() and async_op is False and not by_name:
         tensors, wrap = tensors_of(x)
         steps = steps_of(tensors, operator_name(op), *factors)
         if steps is not None:
@@ -129,11 +132,16 @@ def all_to_all(
 
 
 def broadcast_new(
-    tensors: list[torch.Tensor], root: int, group: Group | None, name: str = "", timeout: float | None = None
+    tensors: list[torch.Tensor],
+    root: int,
+    group: Group | None,
+    name: str = "",
+    timeout: float = -1.0,
+    by_name: bool = False,
 ) -> Any:
     """Return rank `root`'s tensors as new tensors; differentiable."""
     views, kinds = carried(tensors)
-    arguments = (*place(group, Broadcast.code, tensors), checked_rank(root), name + kinds, seconds(timeout))
+    arguments = (*place(group, Broadcast.code, tensors), checked_rank(root), name + kinds, timeout, by_name)
     results = _ops.call(_BROADCAST.new, views, *arguments)
     return [result.view(tensor.dtype) if kinds else result for result, tensor in zip(results, tensors, strict=True)]
 
@@ -143,13 +151,14 @@ def broadcast_into(
     root: int,
     group: Group | None,
     name: str = "",
-    timeout: float | None = None,
+    timeout: float = -1.0,
+    by_name: bool = False,
     async_op: bool = False,
     result: Callable[[], Any] = lambda: None,
 ) -> Any:
     """Copy rank `root`'s contiguous tensors to all ranks of the group, in place; return `result`, or a `Work` of it."""
     tensors, kinds = carried(tensors)
-    arguments = (*place(group, Broadcast.code, tensors), checked_rank(root), name + kinds, seconds(timeout))
+    arguments = (*place(group, Broadcast.code, tensors), checked_rank(root), name + kinds, timeout, by_name)
     if async_op:
         number = _ops.call(_BROADCAST.start, tensors, tensors, *arguments)[1]
         torch.autograd.graph.increment_version(tensors)
@@ -171,9 +180,9 @@ def _run(kind: type[Call], x: Any, common: tuple[Any, ...], *own: Any, root: int
 
     `x`: None on the ranks of a scatter that have no tensors.
     """
-    group, name, timeout, out, async_op = common
+    group, _, _, out, async_op, _ = common
     ops = _OPS[kind]
-    arguments: tuple[Any, ...] = (*place(group, kind.code, x, async_op), *own, call_name(name), seconds(timeout))
+    arguments: tuple[Any, ...] = (*place(group, kind.code, x, async_op), *own, *matching(common))
     checked_flag("async_op", async_op)
     tensors, wrap = ([], list) if x is None and kind is Scatter else tensors_of(x)
     if kind in (AllGather, Gather) and wrap is item:
@@ -188,7 +197,7 @@ def _run(kind: type[Call], x: Any, common: tuple[Any, ...], *own: Any, root: int
         types, of_types = [tensor.dtype for tensor in tensors], wrap
         tensors, kinds = carried(tensors)
         if kinds:
-            arguments = (*arguments[:-2], arguments[-2] + kinds, arguments[-1])
+            arguments = (*arguments[:-3], arguments[-3] + kinds, *arguments[-2:])
             wrap = lambda results: of_types([each.view(dtype) for each, dtype in zip(results, types, strict=True)])  # noqa: E731
     if out is None and not async_op:
         op = ops.new if _ops.differentiates(tensors) else ops.no_grad
@@ -226,7 +235,7 @@ def _before(
     kind: type[Call], call: Callable[..., Any], extents: list[int], what: str, common: tuple[Any, ...]
 ) -> list[int]:
     """Return the extents of all ranks, exchanged by a call before that of `kind`."""
-    group, name, timeout, *_ = common
-    label = f"{call_name(name) or kind.name}: {what}"
-    found: list[int] = call(torch.tensor(extents), group=group, name=label, timeout=timeout).tolist()
+    group, name, timeout, _, _, by_name = common
+    options = {"group": group, "timeout": timeout, "by_name": by_name}
+    found: list[int] = call(torch.tensor(extents), name=f"{call_name(name) or kind.name}: {what}", **options).tolist()
     return found

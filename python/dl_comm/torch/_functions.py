@@ -28,7 +28,7 @@ from dl_comm._tensor_names import Name, agreed_order, by_name, labels
 from dl_comm._towers import as_towers, in_towers, is_single
 from dl_comm._types import Object
 from dl_comm.torch import _collectives, _ops
-from dl_comm.torch._arguments import call_name, refuse_lazy, tensors_of
+from dl_comm.torch._arguments import matching, refuse_lazy, tensors_of
 from dl_comm.torch._gradient import contiguous_copy, overlaps
 from dl_comm.torch._names import kept_names, names_of
 from dl_comm.torch._reducer import parameters_broadcast
@@ -80,17 +80,17 @@ def gradients(
     ),
 )
 def broadcast(tensors: Any, root: int, in_place: bool, common: tuple[Any, ...]) -> Any:
-    group, name, timeout, async_op = common
+    group, _, _, async_op, _ = common
     given, wrap = _tensors_of(tensors)
-    name = call_name(name)
+    name, timeout, by_name = matching(common)
     _ops.refuse_tangents(given)
     if not checked_flag("in_place", in_place):
         if not async_op:
-            return wrap(_collectives.broadcast_new(given, root, group, name, timeout))
+            return wrap(_collectives.broadcast_new(given, root, group, name, timeout, by_name))
         given = [contiguous_copy(tensor.detach().clone()) for tensor in given]
     if checked_flag("async_op", async_op):
         into = [tensor.detach() for tensor in given]
-        return _collectives.broadcast_into(into, root, group, name, timeout, True, lambda: wrap(given))
+        return _collectives.broadcast_into(into, root, group, name, timeout, by_name, True, lambda: wrap(given))
     # The op refuses tensors that are not strided.
     into = [
         tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -99,10 +99,10 @@ def broadcast(tensors: Any, root: int, in_place: bool, common: tuple[Any, ...]) 
         for tensor in given
     ]
     dense = [contiguous_copy(tensor) if tensor.layout is torch.strided else tensor for tensor in into]
-    if is_of_all(group) and all(tensor.dtype in _ops.DTYPES for tensor in dense):
-        _ops.broadcast_in_place(dense, checked_root(root), name or "broadcast", timeout=seconds(timeout))
+    if is_of_all(group) and not by_name and all(tensor.dtype in _ops.DTYPES for tensor in dense):
+        _ops.broadcast_in_place(dense, checked_root(root), name or "broadcast", timeout=timeout)
     else:
-        _collectives.broadcast_into(dense, root, group, name, timeout)
+        _collectives.broadcast_into(dense, root, group, name, timeout, by_name)
     _copy_back(dense, into)
     return wrap(
         [
