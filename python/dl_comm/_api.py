@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dl_comm import timeline, training
 from dl_comm._checkpoint import rank0_path, rank_path, read_on_rank0, write_on_rank0
-from dl_comm._collectives import average, broadcast, gradients
+from dl_comm._collectives import average, broadcast, equal_on_all_ranks, gradients
 from dl_comm._communicators import Grid, grid
 from dl_comm._diagnosis import dump, stats, topology
 from dl_comm._dl_comm import __version__
@@ -102,6 +102,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "dump",
+    "equal_on_all_ranks",
     "error_of",
     "finalize",
     "gather",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, overload
@@ -15,9 +16,10 @@ from dl_comm._binding import binding_of
 from dl_comm._checks import checked_flag, checked_name, checked_root, checked_team, seconds
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_of_all, unless_world
+from dl_comm._groups import given as given_group
 from dl_comm._made import Variant, made
 from dl_comm._memory import new_result_like
-from dl_comm._ops import broadcast_in
+from dl_comm._ops import all_gather, broadcast_in
 from dl_comm._table import Broadcast
 from dl_comm._towers import as_towers, in_towers, is_single, listed
 from dl_comm._types import Arrays
@@ -226,6 +228,43 @@ def _metric(value: Any) -> np.ndarray:
         except (TypeError, ValueError) as error:
             raise DTypeError(f"average needs a number, not {value!r}") from error
     raise DTypeError(f"average needs a number, an array or a tensor, not a {type(value).__name__}")
+
+
+def equal_on_all_ranks(tensors: Any, *, group: Group | None = None) -> bool:
+    """Whether arrays have the same bits on all ranks. Collective.
+
+        if not dl_comm.equal_on_all_ranks(weights):
+            raise SystemExit("the ranks have different weights")
+
+    Args:
+        tensors: An array or tensor, or a list of them, in host memory or on a GPU; the same number on all ranks.
+        group: The ranks that take part; None: all.
+
+    Returns:
+        The same on every rank. Arrays of other shapes or element types are not equal.
+
+    Raises:
+        ArgumentError: The list is empty or contains None, or a tensor is not dense.
+        DTypeError: An entry is no array or tensor.
+        MismatchError: The ranks issued different collectives.
+        StateError: ``init`` was not called, or ``finalize`` was.
+    """
+    members = given_group(group)
+    with failing_together("equal_on_all_ranks", members):
+        given = [tensors] if is_single(tensors) else listed(tensors, "equal_on_all_ranks")
+        digest = hashlib.blake2b(b"".join(map(_mark, given)), digest_size=32).digest()
+    own = np.frombuffer(digest, np.uint8)[None]
+    found = all_gather(own, group=members, name="equal_on_all_ranks")
+    return bool((found == own).all())
+
+
+def _mark(tensor: Any) -> bytes:
+    """What tells an array from others: shape, element type and a digest of the bits."""
+    array = np.ascontiguousarray(_host_array(tensor))
+    if array.dtype.hasobject:
+        raise DTypeError(f"equal_on_all_ranks compares numbers, not a {type(tensor).__name__}")
+    title = f"{tuple(tensor.shape)} {tensor.dtype}\0" if hasattr(tensor, "dtype") else f"{array.shape} {array.dtype}\0"
+    return title.encode() + hashlib.blake2b(array.reshape(-1).view(np.uint8).data, digest_size=32).digest()
 
 
 def check_buffers_match(arrays: Sequence[Any], verbose: int = 0) -> int:

@@ -182,6 +182,9 @@ class Group:
         def average_metrics(self, metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str, float]:
             """The means of named numbers. As ``dl_comm.average_metrics``."""
 
+        def equal_on_all_ranks(self, tensors: Any) -> bool:
+            """Whether arrays have the same bits on all ranks. As ``dl_comm.equal_on_all_ranks``."""
+
         def all_gather_object(self, obj: Object) -> list[Object]:
             """The picklable objects of all ranks. As ``dl_comm.all_gather_object``."""
 

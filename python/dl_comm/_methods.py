@@ -14,7 +14,7 @@ from typing import Any
 
 from dl_comm import _dispatch
 from dl_comm._checkpoint import read_on_rank0, write_on_rank0
-from dl_comm._collectives import average, broadcast, gradients
+from dl_comm._collectives import average, broadcast, equal_on_all_ranks, gradients
 from dl_comm._communicators import grid
 from dl_comm._groups import Group, join
 from dl_comm._groups import world as all_ranks
@@ -42,6 +42,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     gradients,
     average,
     average_metrics,
+    equal_on_all_ranks,
     all_gather_object,
     gather_object,
     broadcast_object,

@@ -5,7 +5,7 @@ The examples are for two ranks.
 
 from __future__ import annotations
 
-import ast
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -16,19 +16,10 @@ import pytest
 
 import dl_comm
 from dl_comm._table import CALLS, COLLECTIVES, Call, Recv, Send, SendRecv
+from frameworks import Framework
 
-
-def functions(library: str) -> dict[str, Any]:
-    """The functions of a binding by their names, and the library by the name that its examples have."""
-    if library == "np":
-        module, arrays = dl_comm, np
-    elif library == "torch":
-        arrays = pytest.importorskip("torch")
-        module = __import__("dl_comm.torch").torch
-    else:
-        arrays = pytest.importorskip("tensorflow")
-        module = __import__("dl_comm.tensorflow").tensorflow
-    return {**{name: getattr(module, name) for name in dir(module)}, library: arrays}
+LIBRARIES = {"numpy": "np", "torch": "torch", "tensorflow": "tf"}
+"""The names of the array libraries in examples."""
 
 
 def example(function: Any) -> str:
@@ -38,21 +29,20 @@ def example(function: Any) -> str:
     return inspect.cleandoc("\n" + code)
 
 
-@pytest.mark.parametrize("library", ["np", "torch", "tf"])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-def test_the_example_runs(call: type[Call], library: str, tmp_path: Path) -> None:
+def test_the_example_runs(call: type[Call], framework: Framework, tmp_path: Path) -> None:
     if dl_comm.size() != 2:
         pytest.skip("the examples are for two ranks")
-    if library == "tf" and call in (Recv, Send, SendRecv):
+    if framework.name == "tensorflow" and call in (Recv, Send, SendRecv):
         pytest.skip("TensorFlow's receive returns its tensors")
-    found = functions(library)
-    code = example(found[call.name])
+    library = LIBRARIES[framework.name]
+    arrays = importlib.import_module(framework.name)
+    code = example(getattr(framework.comm, call.name))
     assert f"{call.name}(" in code
     assert library == "np" or "np." not in code
-    ast.parse(code)
-    names = {"dl_comm": dl_comm, library: found[library], "epoch": 3, "folder": tmp_path / str(dl_comm.rank())}
+    names = {"dl_comm": dl_comm, library: arrays, "epoch": 3, "folder": tmp_path / str(dl_comm.rank())}
     if call is Recv:  # the example receives what another rank sends
-        dl_comm.send(found[library].ones((2, 3)), 1 - dl_comm.rank())
+        dl_comm.send(arrays.ones((2, 3)), 1 - dl_comm.rank())
     exec(code, names)
 
 
@@ -78,11 +68,9 @@ def test_the_comment_of_an_example_is_right(name: str, result: str, shape: tuple
         assert not names["weights"].any()
 
 
-@pytest.mark.parametrize("library", ["np", "torch", "tf"])
-def test_each_argument_is_documented(library: str) -> None:
-    found = functions(library)
+def test_each_argument_is_documented(framework: Framework) -> None:
     for call in COLLECTIVES:
-        function = found[call.name]
+        function = getattr(framework.comm, call.name)
         text = inspect.cleandoc(function.__doc__)
         listed = text.partition("Args:")[2].partition("Returns:")[0]
         names = re.findall(r"^    (\w+): \S", listed, re.MULTILINE)

@@ -96,3 +96,25 @@ def test_a_metric_that_is_no_number_on_one_rank(framework: Framework, rank: int,
         else:
             with pytest.raises(mc.DTypeError if bad else mc.MismatchError, match="metric 'loss' is not a number"):
                 mc.average_metrics(metrics)
+
+
+def test_equal_on_all_ranks(framework: Framework, rank: int, size: int) -> None:
+    make, odd = framework.make, rank == size - 1 and size > 1
+    x = np.arange(6.0).reshape(2, 3)
+    assert mc.equal_on_all_ranks(make(x)) is True
+    assert mc.equal_on_all_ranks([make(x), make(np.array(2, np.int16)), make(np.zeros((0, 3)))]) is True
+    assert mc.equal_on_all_ranks(make(np.array([np.nan, -0.0]))) is True
+    for other in (x + 1, x.reshape(3, 2), x.astype(np.float32), x[:1], -0.0 * x):
+        assert mc.equal_on_all_ranks([make(x), make(other if odd else x)]) is (size == 1)
+    assert mc.equal_on_all_ranks([make(x)] * (1 + odd)) is (size == 1)
+    with mc.Group([rank], f"alone {rank}") as alone:
+        assert alone.equal_on_all_ranks(make(x + rank)) is True
+    if size > 1:
+        pair = mc.split(0 if rank < 2 else None)
+        if pair is not None:
+            assert pair.equal_on_all_ranks(make(x + rank)) is False
+            assert pair.equal_on_all_ranks(make(x)) is True
+    for wrong in ([], [None], object(), [object()]):
+        with pytest.raises(mc.CommError):
+            mc.equal_on_all_ranks(wrong)
+    assert mc.equal_on_all_ranks(make(x)) is True
