@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from dl_comm.doctor._checks import numbers_of, ranges_text
+from dl_comm._text import runs_text
+from dl_comm.doctor._checks import numbers_of
 from dl_comm.doctor._launcher import launch_of, without_launcher
 from dl_comm.doctor._network import _address
 from dl_comm.doctor._ranks import check as check_ranks
@@ -242,7 +243,7 @@ def test_launchers_are_distinguished() -> None:
 
 
 def test_lists_of_numbers_and_addresses() -> None:
-    assert ranges_text([8, 0, 1, 2, 3, 10]) == "0-3,8,10"
+    assert runs_text([8, 0, 1, 2, 3, 10], ",") == "0-3,8,10"
     assert numbers_of("0-3,8,10\n") == {0, 1, 2, 3, 8, 10}
     assert numbers_of("") == set()
     if sys.byteorder == "little":

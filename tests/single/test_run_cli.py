@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from dl_comm._network import addresses, variables
+from dl_comm._text import runs_text
 from dl_comm.run._banner import Banner
 from dl_comm.run._find import BuiltFor, built_for
 from dl_comm.run._hosts import Host, assign_ranks, parse_hostfile, parse_hosts, slurm
 from dl_comm.run._listener import Rank
-from dl_comm.run._report import outcome, spans
+from dl_comm.run._report import outcome
 from launch import Finished, run
 
 RUN = [sys.executable, "-m", "dl_comm.run"]
@@ -226,7 +227,7 @@ def test_outcomes_without_a_failed_rank() -> None:
     assert "rank(s) 3 never started" in text
     assert judged(ended(0, 0, signal=15, asked=15), asked=15)[0] == 143
     assert "out of memory" in judged(ended(0, 0, signal=9, oom=True))[1]
-    assert spans([4, 0, 2, 3]) == "0, 2-4"
+    assert runs_text([4, 0, 2, 3]) == "0, 2-4"
 
 
 BANNER = (

@@ -10,9 +10,10 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
+from dl_comm._text import wait_text
 from dl_comm.analyze_dumps._analysis import analyze
 from dl_comm.analyze_dumps._dumps import BadInput, JobDumps, read
-from dl_comm.analyze_dumps._findings import Finding, names, time_text
+from dl_comm.analyze_dumps._findings import Finding, names
 from dl_comm.analyze_dumps._processes import states
 from dl_comm.analyze_dumps._stragglers import Straggler, stragglers
 
@@ -69,7 +70,7 @@ def _as_text(job: JobDumps, findings: list[Finding], table: list[Straggler]) -> 
         lines += ["", "waits in the recorded calls, longest first:"]
         for row in table[:_ROWS]:
             lines.append(
-                f"  {names(row.ranks):<10} {time_text(row.seconds):>8} in {row.calls} calls, by {names(row.waiting)}"
+                f"  {names(row.ranks):<10} {wait_text(row.seconds):>8} in {row.calls} calls, by {names(row.waiting)}"
             )
     return "\n".join(lines)
 

@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from dl_comm._text import wait_text
 from dl_comm.analyze_dumps._dumps import MISMATCH, CallRecord, Dump, JobDumps
-from dl_comm.analyze_dumps._findings import Finding, names, ordered, time_text
+from dl_comm.analyze_dumps._findings import Finding, names, ordered
 from dl_comm.analyze_dumps._stragglers import findings as straggler_findings
 from dl_comm.analyze_dumps._stragglers import stragglers
 
@@ -38,7 +39,7 @@ class BlockedCall:
     @property
     def text(self) -> str:
         """The waiting ranks and their time."""
-        return f"{names(self.ranks)} {'has' if len(self.ranks) == 1 else 'have'} waited {time_text(self.seconds)}"
+        return f"{names(self.ranks)} {'has' if len(self.ranks) == 1 else 'have'} waited {wait_text(self.seconds)}"
 
 
 def analyze(job: JobDumps, states: Mapping[int, str], least: float = 1.0) -> list[Finding]:
@@ -57,7 +58,7 @@ def analyze(job: JobDumps, states: Mapping[int, str], least: float = 1.0) -> lis
     if not any(finding.is_problem for finding in found):
         found += straggler_findings(job, stragglers(job))
         idle = all(not call.is_open for dump in job.dumps.values() for call in dump.calls)
-        text = "no rank has a call that has not ended" if idle else f"no call has waited for {time_text(least)}"
+        text = "no rank has a call that has not ended" if idle else f"no call has waited for {wait_text(least)}"
         count = f"all {len(job.dumps)}" if not job.missing else f"the {len(job.dumps)}"
         found.append(Finding("idle" if idle else "healthy", (), f"{text}, on {count} ranks with a dump"))
     return ordered(found)
@@ -169,7 +170,7 @@ def _why_absent(job: JobDumps, dump: Dump, wait: BlockedCall) -> list[Finding]:
         text = f"{_not_called(job, rank, wait)}; it called {head.text} instead, which waits{_waiting_for(head)}"
         return [_finding("different_call", rank, wait, text)]
     if dump.time < wait.last:
-        age = time_text(job.newest - dump.time)
+        age = wait_text(job.newest - dump.time)
         text = f"{job.rank_info[rank]} has written no dump since {age} before the newest: {_silence_reason(job, rank)}"
         return [_finding("no_response", rank, wait, text + _waiters(wait))]
     if still:
@@ -193,7 +194,7 @@ def _last(dump: Dump) -> str:
     if not ended:
         return "it has made no call"
     last = max(ended, key=lambda call: call.ended or 0.0)
-    age = time_text(dump.time - (last.ended or 0.0))
+    age = wait_text(dump.time - (last.ended or 0.0))
     return f"its last call was {last.title}, number {last.number}, which ended {age} before its dump"
 
 
@@ -226,7 +227,7 @@ def _all_present(job: JobDumps, wait: BlockedCall) -> list[Finding]:
     text = (
         f"{names(busy)} {'is' if len(busy) == 1 else 'are'} in {wait.call.text} like all other ranks, and wait"
         f"{'s' * (len(busy) == 1)} for no rank: slow, stopped, or the dumps are of different times; {names(waiting)} "
-        f"{'has' if len(waiting) == 1 else 'have'} waited {time_text(wait.seconds)}"
+        f"{'has' if len(waiting) == 1 else 'have'} waited {wait_text(wait.seconds)}"
     )
     return [Finding("stalled_in_call", tuple(busy), text, wait.call.team, wait.call.title, waiting, wait.seconds)]
 

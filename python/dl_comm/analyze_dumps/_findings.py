@@ -52,10 +52,3 @@ def names(ranks: Sequence[int], most: int = 8) -> str:
     if len(ranks) > most:
         return f"ranks {', '.join(map(str, ranks[: most - 1]))}, ... {ranks[-1]} ({len(ranks)} ranks)"
     return f"ranks {', '.join(map(str, ranks))}"
-
-
-def time_text(seconds: float) -> str:
-    """``0.25 s``, ``62 s``, ``12 min``."""
-    if seconds >= 600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{max(seconds, 0):.2g} s"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dl_comm._text import wait_text
 from dl_comm.analyze_dumps._dumps import JobDumps
-from dl_comm.analyze_dumps._findings import Finding, names, time_text
+from dl_comm.analyze_dumps._findings import Finding, names
 
 # Report a straggler if its waits take _SHARE of the waiting ranks' time, _SECONDS, and _MOST of all waits.
 _SHARE = 0.1
@@ -49,6 +50,6 @@ def findings(job: JobDumps, table: list[Straggler]) -> list[Finding]:
         return []
     text = (
         f"straggler {names(first.ranks)}: {names(first.waiting)} waited for it "
-        f"{time_text(each)} each, of the {time_text(window)} that the recorded calls cover"
+        f"{wait_text(each)} each, of the {wait_text(window)} that the recorded calls cover"
     )
     return [Finding("straggler", first.ranks, text, waiting=first.waiting, seconds=first.seconds)]

@@ -42,28 +42,8 @@ def worst(checks: Iterable[Check]) -> Verdict:
     return "bad" if "bad" in found else "warn" if "warn" in found else "ok"
 
 
-def size_text(count: float) -> str:
-    """A number of bytes for people: ``64 MiB``."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
-
-
-def ranges_text(numbers: Iterable[int]) -> str:
-    """Formats numbers like Linux's processor lists: ``0-3,8``."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def numbers_of(text: str) -> set[int]:
-    """Parses the format of ``ranges_text``."""
+    """Parses Linux's lists of processors: ``0-3,8``."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

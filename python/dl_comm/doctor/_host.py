@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dl_comm.doctor._checks import Check, numbers_of, ranges_text, size_text
+from dl_comm._text import runs_text, size_text
+from dl_comm.doctor._checks import Check, numbers_of
 
 _NODES = Path("/sys/devices/system/node")
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
@@ -122,7 +123,7 @@ def _processors(local_ranks: int) -> Check:
     quota = cgroup_cpus()
     memory = cgroup_memory()
     facts = {"host": os.cpu_count(), "allowed": allowed, "cgroup_cpus": quota, "cgroup_memory_bytes": memory}
-    text = f"{os.cpu_count()}, this process may use {len(allowed)} ({ranges_text(allowed)})"
+    text = f"{os.cpu_count()}, this process may use {len(allowed)} ({runs_text(allowed, ',')})"
     if quota is not None:
         text += f", its cgroup the time of {quota:.3g}"
     if memory is not None:
@@ -167,7 +168,7 @@ def numa_nodes() -> dict[int, set[int]]:
 
 
 def _numa() -> Check:
-    nodes = {str(node): ranges_text(cpus) for node, cpus in sorted(numa_nodes().items())}
+    nodes = {str(node): runs_text(cpus, ",") for node, cpus in sorted(numa_nodes().items())}
     text = "; ".join(f"node {node}: processors {cpus or 'none'}" for node, cpus in nodes.items())
     return Check("host", "NUMA", "ok", text or "unknown", {"nodes": nodes})
 

@@ -7,7 +7,8 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from dl_comm.doctor._checks import Check, numbers_of, ranges_text
+from dl_comm._text import runs_text
+from dl_comm.doctor._checks import Check, numbers_of
 from dl_comm.doctor._host import cgroup_cpus, numa_nodes
 from dl_comm.doctor._network import used, used_text
 
@@ -21,7 +22,7 @@ def mine(described: dict[str, Any]) -> dict[str, Any]:
     nodes = numa_nodes()
     return {
         "rank": described["rank"],
-        "processors": ranges_text(allowed),
+        "processors": runs_text(allowed, ","),
         "count": len(allowed),
         "numa_nodes": [node for node, cpus in sorted(nodes.items()) if cpus & allowed],
         "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -54,7 +55,7 @@ def _gpu(rank: dict[str, Any], count: int) -> str:
 def _placement(ranks: list[dict[str, Any]], hosts: list[list[dict[str, Any]]]) -> Check:
     text = f"{len(ranks)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
     for rank in ranks[:MAX_LINES]:
-        node = f"NUMA {ranges_text(rank['numa_nodes']) or 'unknown'}"
+        node = f"NUMA {runs_text(rank['numa_nodes'], ',') or 'unknown'}"
         gpu = "" if rank["gpu"] == "none" else f", GPU {rank['gpu']}"
         place = f"{rank['host']}, local rank {rank['local_rank']}, pid {rank['pid']}"
         text += f"\nrank {rank['rank']}: {place}, processors {rank['processors']}, {node}{gpu}"

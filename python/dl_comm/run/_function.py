@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from dl_comm._errors import ArgumentError, CommError, RankFailedError, StateError, TimeoutError  # noqa: A004
+from dl_comm._text import runs_text
 from dl_comm._torch_variables import launched
 from dl_comm.run._files import CALL, REPORT, read, result_name, write
 from dl_comm.run._hosts import allocation
 from dl_comm.run._pickles import MainError, dumps
-from dl_comm.run._report import spans
 
 Result = TypeVar("Result")
 
@@ -99,7 +99,7 @@ def run(
         write(folder / CALL, pickle.dumps({"path": path, "argv": sys.argv, "call": call}))
         if not _launch(folder, count, variables, limit):
             left = [rank for rank in range(count) if not (folder / result_name(rank)).exists()]
-            what = f"rank(s) {spans(left)} had not returned" if left else "all ranks had returned, but not ended,"
+            what = f"rank(s) {runs_text(left)} had not returned" if left else "all ranks had returned, but not ended,"
             raise TimeoutError(f"dl_comm.run: {what} after {limit:g} s (timeout); all ranks were killed")
         return _results(folder, count)
     finally:
@@ -311,7 +311,8 @@ def _raise_failure(found: dict[int, dict[str, Any]], ranks: int, report: dict[st
         raise CommError(f"dl_comm.run: the ranks cannot be started: {report['text'] or 'they have ended at once'}")
     if missing:
         text = report["text"] or "exit status 0"
-        raise _failed(missing[0], f"dl_comm.run: rank(s) {spans(missing)} ended before the function returned: {text}")
+        which = f"rank(s) {runs_text(missing)}"
+        raise _failed(missing[0], f"dl_comm.run: {which} ended before the function returned: {text}")
     if report["status"]:
         raise CommError(f"dl_comm.run: all ranks have returned, and then {report['text']}")
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dl_comm._text import runs_text
 from dl_comm.run._listener import Rank
 
 _HINTS = {
@@ -58,7 +59,7 @@ def outcome(
         after = f", after {end['seconds']:.1f} s" if "seconds" in end else ""
         if hang:
             how = f"{why(failed[0])}{after}" if first is failed[0] else why(failed[0])
-            lines = [f"{hang}; rank(s) {spans(rank.rank for rank in failed)} gave up then: {how}"]
+            lines = [f"{hang}; rank(s) {runs_text(rank.rank for rank in failed)} gave up then: {how}"]
             return Outcome(status_of(failed[0]), "\n".join(lines), first)
         lines = [f"{_name(first)} failed first{after}: {why(first)}", *_tail(first)]
         rest = [rank for rank in ranks.values() if rank not in failed and rank is not first]
@@ -88,17 +89,6 @@ def why(rank: Rank) -> str:
     if number == signal.SIGKILL and end["oom"]:
         hint = "the system killed a process meanwhile because it was out of memory"
     return f"killed by {number.name} (signal {number.value})" + (f": {hint}" if hint else "")
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """``0, 2-4`` for 0, 2, 3, 4."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
 def status_of(rank: Rank) -> int:
@@ -142,7 +132,7 @@ def _last(rank: Rank) -> tuple[str, str]:
 def _others(first: Rank, later: Sequence[Rank], rest: Sequence[Rank]) -> list[str]:
     # A stopped rank may have failed in the same way before it could exit.
     same = [rank.rank for rank in (*later, *rest) if _last(rank) == _last(first)]
-    lines = [f"same failure on {len(same)} more: rank(s) {spans(same)}"] if same else []
+    lines = [f"same failure on {len(same)} more: rank(s) {runs_text(same)}"] if same else []
     kinds: dict[str, list[int]] = {}
     for rank in later:
         if rank.rank not in same:
@@ -150,7 +140,7 @@ def _others(first: Rank, later: Sequence[Rank], rest: Sequence[Rank]) -> list[st
     for rank in (rank for rank in rest if rank.rank not in same):
         done = rank.end and not rank.end.get("killed") and not rank.end.get("asked")
         kinds.setdefault("ended normally" if done else "were stopped then", []).append(rank.rank)
-    return [*lines, *(f"rank(s) {spans(numbers)} {what}" for what, numbers in kinds.items())]
+    return [*lines, *(f"rank(s) {runs_text(numbers)} {what}" for what, numbers in kinds.items())]
 
 
 def _no_failed_rank(ranks: list[Rank], reported: list[Rank], size: int | None, what: str) -> list[str]:
@@ -165,14 +155,14 @@ def _no_failed_rank(ranks: list[Rank], reported: list[Rank], size: int | None, w
         rank.rank for rank in reported if (rank.end or {}).get("status") == 0 and not (rank.end or {}).get("asked")
     ]
     if early:
-        lines.append(f"rank(s) {spans(early)} had ended with status 0 before the others")
+        lines.append(f"rank(s) {runs_text(early)} had ended with status 0 before the others")
     lost = [rank.rank for rank in ranks if rank.end is None]
     if lost:
         lines.append(
-            f"rank(s) {spans(lost)} were lost without a report: a failed host, or all its processes were killed"
+            f"rank(s) {runs_text(lost)} were lost without a report: a failed host, or all its processes were killed"
         )
     if size and len(ranks) < size:
-        lines.append(f"rank(s) {spans(set(range(size)) - {rank.rank for rank in ranks})} never started")
+        lines.append(f"rank(s) {runs_text(set(range(size)) - {rank.rank for rank in ranks})} never started")
     for rank in [rank for rank in reported if (rank.end or {}).get("tail")][:3]:
         lines += [f"{_name(rank)} was stopped", *_tail(rank)]
     return lines

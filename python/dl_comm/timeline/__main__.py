@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dl_comm._text import time_text
 from dl_comm.timeline._files import BadInput, events, find
-from dl_comm.timeline._format import time_text
 from dl_comm.timeline._merge import merge
 from dl_comm.timeline._metrics import TraceMetrics
 from dl_comm.timeline._page import page

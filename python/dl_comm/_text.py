@@ -1,6 +1,11 @@
-"""Formats numbers with three digits and a fitting unit (999.9 ms is 1 s)."""
+"""Numbers as text for people: with three digits and a fitting unit (999.9 ms is 1 s).
+
+Thread rule: pure functions.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 def time_text(seconds: float | None) -> str:
@@ -19,6 +24,24 @@ def size_text(size: float) -> str:
         if size >= 0.9995 * factor:
             return f"{_three(size / factor)} {unit}"
     return f"{size:.0f} B"
+
+
+def wait_text(seconds: float) -> str:
+    """A wait, without more than people want to know: ``0.25 s``, ``62 s``, ``12 min``."""
+    if seconds >= 600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{max(seconds, 0):.2g} s"
+
+
+def runs_text(numbers: Iterable[int], separator: str = ", ") -> str:
+    """``0, 2-4`` for 0, 2, 3, 4."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def rate_text(rate: float) -> str:
