@@ -12,17 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from dl_comm import _job
 from dl_comm._agreement import failing_together
 from dl_comm._checks import checked_int
-from dl_comm._end import on_end
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group, given, world
+from dl_comm._job import Job
 from dl_comm._ops import all_gather, allreduce
 
 
@@ -48,14 +49,6 @@ class Communicator:
     num_groups: int
 
 
-@dataclass
-class _Stack:
-    pushed: list[Communicator] = field(default_factory=list)
-    span: tuple[int, int] = (0, 0)
-
-
-_stack = _Stack()
-
 on_change: list[Callable[[], None]] = []
 """Called when the span has changed."""
 on_pop: list[Callable[[Group], None]] = []
@@ -75,7 +68,7 @@ def push_communicator(key: Any, *, cartesian: bool | None = None) -> int:
     Raises:
         ArgumentError: ``cartesian`` is True and the sizes differ.
     """
-    parent = communicator(len(_stack.pushed)).local
+    parent = communicator(len(_job.current.communicators)).local
     with failing_together("push_communicator", parent):
         text = str(key)
     data = np.frombuffer(text.encode(), np.uint8)
@@ -91,13 +84,13 @@ def push_communicator(key: Any, *, cartesian: bool | None = None) -> int:
     if cartesian and not is_equal:
         raise ArgumentError(f"cartesian=True needs local groups of equal size; here the sizes are {sizes}")
     is_cartesian = is_equal and cartesian is not False
-    level = len(_stack.pushed) + 1
+    level = len(_job.current.communicators) + 1
     local = Group(members[text], f"level {level}, {text}")
     column = local.rank if is_cartesian else 0
     cross = None
     if is_cartesian or local.rank == 0:
         cross = Group([ranks[column] for ranks in members.values()], f"level {level}, cross {column}")
-    _stack.pushed.append(Communicator(level, text, local, cross, is_cartesian, len(members)))
+    _job.current.communicators.append(Communicator(level, text, local, cross, is_cartesian, len(members)))
     return level
 
 
@@ -107,11 +100,11 @@ def pop_communicator() -> None:
     Raises:
         ArgumentError: There is no level, or a span uses it.
     """
-    if not _stack.pushed:
+    if not _job.current.communicators:
         raise ArgumentError("there is no level to remove; level 0 stays")
-    if _stack.span[1] >= len(_stack.pushed):
-        raise ArgumentError(f"level {len(_stack.pushed)} is in use; call set_communicator(0) first")
-    last = _stack.pushed.pop()
+    if _job.current.span[1] >= len(_job.current.communicators):
+        raise ArgumentError(f"level {len(_job.current.communicators)} is in use; call set_communicator(0) first")
+    last = _job.current.communicators.pop()
     for popped in on_pop:
         popped(last.local)
     last.local.free()
@@ -121,14 +114,14 @@ def pop_communicator() -> None:
 
 def communicator(level: int | None = None) -> Communicator:
     """A level of the stack; None: the current one. Raises ArgumentError if there is no such level."""
-    level = _checked(_stack.span[0] if level is None else level)
-    return _stack.pushed[level - 1] if level else Communicator(0, "world", world(), None, True, 1)
+    level = _checked(_job.current.span[0] if level is None else level)
+    return _job.current.communicators[level - 1] if level else Communicator(0, "world", world(), None, True, 1)
 
 
 def communicator_names() -> list[str]:
     """A line for each level: its kind, this rank's key, and sizes."""
     lines = []
-    for each in (communicator(level) for level in range(len(_stack.pushed) + 1)):
+    for each in (communicator(level) for level in range(len(_job.current.communicators) + 1)):
         kind, local = "cartesian" if each.cartesian else "tree", each.local
         groups = f"{each.num_groups} group{'s' if each.num_groups > 1 else ''}"
         lines.append(f"{each.level}: {each.key} ({kind}, {groups}, rank {local.rank} of {local.size})")
@@ -136,13 +129,13 @@ def communicator_names() -> list[str]:
 
 
 @contextmanager
-def _restored(stack: _Stack, span: tuple[int, int]) -> Iterator[None]:
+def _restored(job: Job, span: tuple[int, int]) -> Iterator[None]:
     try:
         yield
     finally:
         # After a `finalize` or a pop the levels may be gone.
-        if stack is _stack:
-            _set_span(*(span if span[1] <= len(stack.pushed) else (0, 0)))
+        if job is _job.current:
+            _set_span(*(span if span[1] <= len(job.communicators) else (0, 0)))
 
 
 def set_communicator(level: int) -> Any:
@@ -168,36 +161,32 @@ def collective_span(begin: int, end: int) -> Any:
     Raises:
         ArgumentError: A level does not exist, or ``end`` is before ``begin``.
     """
-    before = _stack.span
+    before = _job.current.span
     if _checked(end) < _checked(begin):
         raise ArgumentError(f"the span ends at level {end}, before it begins at {begin}")
     _set_span(begin, end)
-    return _restored(_stack, before)
+    return _restored(_job.current, before)
 
 
 def _checked(level: Any) -> int:
-    if isinstance(level, bool) or not isinstance(level, (int, np.integer)) or not 0 <= level <= len(_stack.pushed):
-        raise ArgumentError(f"invalid level: {level!r} (expected 0 to {len(_stack.pushed)})")
+    if (
+        isinstance(level, bool)
+        or not isinstance(level, (int, np.integer))
+        or not 0 <= level <= len(_job.current.communicators)
+    ):
+        raise ArgumentError(f"invalid level: {level!r} (expected 0 to {len(_job.current.communicators)})")
     return int(level)
 
 
 def span() -> tuple[int, int]:
     """The first and the last level of the span."""
-    return _stack.span
+    return _job.current.span
 
 
 def _set_span(begin: int, end: int) -> None:
-    _stack.span = (begin, end)
+    _job.current.span = (begin, end)
     for changed in on_change:
         changed()
-
-
-def _forget_stack() -> None:
-    global _stack
-    _stack = _Stack()
-
-
-on_end.append(_forget_stack)
 
 
 class Grid:

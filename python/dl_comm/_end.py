@@ -10,14 +10,9 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable
 
-from dl_comm import _dl_comm, _rc
+from dl_comm import _dl_comm, _job, _rc
 from dl_comm._errors import translate
-from dl_comm._rank_variables import forget_master
-
-on_end: list[Callable[[], None]] = []
-"""Called by ``finalize``, before the groups end."""
 
 
 def finalize() -> None:
@@ -30,10 +25,8 @@ def finalize() -> None:
     Afterwards ``init`` starts a new job, also under mpiexec and srun: MPI, if dl_comm initialized it, ends when the
     process exits. A process that exits then waits until the others do. Groups and handles of the old job raise errors.
     """
-    for forget in on_end:
-        forget()
+    _job.end()
     _dl_comm.finalize()
-    forget_master()
 
 
 @functools.cache

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
-from dl_comm import _dl_comm
+from dl_comm import _dl_comm, _job
 from dl_comm._checks import checked_int, checked_ints, checked_team, checked_text, seconds
-from dl_comm._end import on_end
 from dl_comm._errors import ArgumentError, StateError
+from dl_comm._job import on_end
 from dl_comm._work import limit
 
 if TYPE_CHECKING:
@@ -217,51 +217,46 @@ def _hosts_of(ranks: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(hosts[rank] for rank in ranks)
 
 
-_world: Group | None = None
-
-Route = Callable[[int, str, bool], Group]
-_route: Route | None = None
 route_changes = 0
 """How often the route has changed. Torch's compiler keeps a graph as long as this number is the same."""
 
 
 def world() -> Group:
     """The group of all ranks that runs the calls without a group."""
-    global _world
-    if _world is None:
+    job = _job.current
+    if job.world is None:
         group = Group.__new__(Group)
         group._set(_dl_comm.group_of_team(_DEFAULT_TEAM), None, "world")
-        _world = group
-    return _world
+        job.world = group
+    return job.world
 
 
-def set_route(route: Route | None) -> None:
+def set_route(route: Callable[[int, str, bool], Group] | None) -> None:
     """Sets what chooses the group of a call without one: a function of its collective, device and ``async_op``."""
-    global _route, route_changes
-    _route = route
+    global route_changes
+    _job.current.route = route
     route_changes += 1
 
 
 def is_routed() -> bool:
     """Whether such a function is set."""
-    return _route is not None
+    return _job.current.route is not None
 
 
-def forget_world() -> None:
-    """After ``finalize``: the next use finds the group of a new start."""
-    global _world
-    _world = None
+def _end() -> None:
+    """The next job has other hosts and another world."""
     _hosts_of.cache_clear()
     set_route(None)
 
 
-on_end.append(forget_world)
+on_end.append(_end)
 
 
 def given(group: Group | None, collective: int = 0, *, device: str = "cpu", async_op: bool = False) -> Group:
     """The group of a call; ``collective`` is its code, 0 for none."""
     if group is None:
-        return world() if _route is None else _route(collective, device, async_op)
+        route = _job.current.route
+        return world() if route is None else route(collective, device, async_op)
     if not isinstance(group, Group):
         raise ArgumentError(f"invalid group: {group!r} (expected a dl_comm.Group, or None for all ranks)")
     return group
@@ -280,12 +275,13 @@ def checked_place(group: Group | None, team: Any) -> int:
 
 def unless_world(group: Group | None) -> Group | None:
     """None for the group of all ranks: for calls that without a group are those of all ranks, whatever the route."""
-    return None if group is _world else group
+    return None if group is _job.current.world else group
 
 
 def is_of_all(group: Group | None) -> bool:
     """Whether a call that follows the route is one of all ranks."""
-    return _route is None if group is None else group is _world
+    job = _job.current
+    return job.route is None if group is None else group is job.world
 
 
 def averaging_team(group: Group | None, team: int) -> int:
@@ -294,7 +290,7 @@ def averaging_team(group: Group | None, team: int) -> int:
     Raises ArgumentError when it is not a group; a call on one that was freed raises.
     """
     # As runtime/state.rs: below the number of the control team.
-    return team if group is None or group is _world else -1 - given(group).number
+    return team if group is None or group is _job.current.world else -1 - given(group).number
 
 
 def join(*, group: Group | None = None, timeout: float | None = None) -> int:

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dl_comm import _dl_comm, _log, _rc
+from dl_comm import _dl_comm, _job, _log, _rc
 from dl_comm._network import addresses
 from dl_comm._torch_variables import Position, given, hold_port, name_rank
 
 _lock = threading.RLock()
-_is_master_known = False
-_held_port: socket.socket | None = None
 _MASTER_BYTES = 512
 
 
@@ -41,11 +39,10 @@ def master_of_rank_0(is_alone: bool, others: Sequence[str] = ()) -> tuple[str, s
         is_alone: Whether all ranks are on this host.
         others: Names of hosts that must reach it.
     """
-    global _held_port
-    known = given(os.environ)
+    job, known = _job.current, given(os.environ)
     if "MASTER_PORT" not in known:
-        _held_port = _held_port or hold_port()
-        known["MASTER_PORT"] = str(_held_port.getsockname()[1])
+        job.held_port = job.held_port or hold_port()
+        known["MASTER_PORT"] = str(job.held_port.getsockname()[1])
     if "MASTER_ADDR" not in known:
         known["MASTER_ADDR"] = "127.0.0.1" if is_alone else reachable_address(others)
     return known["MASTER_ADDR"], known["MASTER_PORT"]
@@ -64,15 +61,14 @@ def other_hosts() -> list[str]:
 
 def name_master(address: str, port: str) -> None:
     """Sets MASTER_ADDR and MASTER_PORT if they are missing."""
-    global _is_master_known
-    _is_master_known = True
+    _job.current.has_master = True
     name_this_rank({"MASTER_ADDR": address, "MASTER_PORT": port})
 
 
 def publish_master() -> None:
     """Sets MASTER_ADDR and MASTER_PORT on all ranks, to those of rank 0. Collective, once in a job."""
     with _lock:
-        if _is_master_known:
+        if _job.current.has_master:
             return
         text = np.zeros(_MASTER_BYTES, np.uint8)
         if _dl_comm.rank() == 0:
@@ -81,13 +77,3 @@ def publish_master() -> None:
         if _dl_comm.size() > 1:
             _dl_comm.broadcast([text], 0, None, -1.0)
         name_master(*text.tobytes().rstrip(b"\0").decode().split())
-
-
-def forget_master() -> None:
-    """After the end of the job: the next one has other places to meet."""
-    global _is_master_known, _held_port
-    with _lock:
-        _is_master_known = False
-        if _held_port is not None:
-            _held_port.close()
-            _held_port = None

@@ -9,9 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dl_comm import _communicators, _dl_comm, _groups
+from dl_comm import _communicators, _dl_comm, _groups, _job
 from dl_comm._communicators import communicator, span
-from dl_comm._end import on_end
 from dl_comm._errors import ArgumentError, CommError
 from dl_comm._groups import Group
 from dl_comm._hierarchy import Levels
@@ -25,11 +24,7 @@ _AXES = (_DEVICES, _HOSTS, _MODES)
 _ALGORITHMS = ("doubling", "halving", "pairwise", "ring")
 _PATHS = ("nccl", "ipc", "staged")
 
-_chosen: dict[tuple[str, str, str, str], str] = {}
 _lock = threading.Lock()
-# By the number of the group that they stand for.
-_variants: dict[tuple[int, str], Group] = {}
-_hierarchies: dict[tuple[int, int], Group] = {}
 
 
 def implementations(collective: str, device: str = "cpu", hosts: str = "singlenode", mode: str = "sync") -> list[str]:
@@ -81,7 +76,7 @@ class CollectiveSelector(_View):
     def get(self, collective: str, device: str = "cpu", hosts: str | None = None, mode: str = "sync") -> str:
         """The implementation of a collective; ``hosts`` None: that of this job."""
         key = (_one(device, _DEVICES), _one(hosts or _job_hosts(), _HOSTS), _one(mode, _MODES))
-        return _chosen.get((*key, _one(collective, COLLECTIVES)), "auto")
+        return _job.current.choices.get((*key, _one(collective, COLLECTIVES)), "auto")
 
     def set(
         self,
@@ -109,12 +104,12 @@ class CollectiveSelector(_View):
             raise ArgumentError(
                 f"invalid implementation of {collective}: {implementation!r} (expected one of {', '.join(known)})"
             )
-        _chosen.update({(*entry, collective): implementation for entry in able})
+        _job.current.choices.update({(*entry, collective): implementation for entry in able})
         update_route()
 
     def reset(self) -> None:
         """Sets all entries to ``auto``."""
-        _chosen.clear()
+        _job.current.choices.clear()
         update_route()
 
     def __str__(self) -> str:
@@ -159,16 +154,10 @@ def _table(columns: list[tuple[str, str, str]], cell: Callable[[str, tuple[str, 
 
 
 def _free_variants(popped: Group) -> None:
-    for key in [key for key in _variants if key[0] == popped.number]:
-        _variants.pop(key).free()
-    for levels in [levels for levels in _hierarchies if levels[1] == popped.number]:
-        del _hierarchies[levels]
-
-
-def _forget_groups() -> None:
-    _chosen.clear()
-    _variants.clear()
-    _hierarchies.clear()
+    for key in [key for key in _job.current.variants if key[0] == popped.number]:
+        _job.current.variants.pop(key).free()
+    for levels in [levels for levels in _job.current.hierarchies if levels[1] == popped.number]:
+        del _job.current.hierarchies[levels]
 
 
 def _one(value: str, known: tuple[str, ...]) -> str:
@@ -183,7 +172,7 @@ def _job_hosts() -> str:
 
 def update_route() -> None:
     """Lets calls without a group follow the table and the span, if they say more than the default."""
-    plain = span() == (0, 0) and all(name in ("auto", "flat") for name in _chosen.values())
+    plain = span() == (0, 0) and all(name in ("auto", "flat") for name in _job.current.choices.values())
     _groups.set_route(None if plain else _route)
 
 
@@ -209,23 +198,24 @@ def _spans_hosts(group: Group) -> bool:
 def _variant(group: Group, level: int, chosen: str) -> Group:
     key = (group.number, chosen)
     with _lock:  # two threads must not make two
-        if key in _variants:
-            return _variants[key]
+        variants = _job.current.variants
+        if key in variants:
+            return variants[key]
         algorithm, gpu_path = (chosen, None) if chosen in _ALGORITHMS else (None, chosen)
-        _variants[key] = Group(group.ranks, f"{chosen} of level {level}", algorithm=algorithm, gpu_path=gpu_path)
-        return _variants[key]
+        variants[key] = Group(group.ranks, f"{chosen} of level {level}", algorithm=algorithm, gpu_path=gpu_path)
+        return variants[key]
 
 
 def _hierarchy(group: Group, begin: int, end: int) -> Group:
     levels = [communicator(level) for level in range(end, begin, -1)]
     key = (group.number, levels[0].local.number)
-    if key not in _hierarchies:
-        _hierarchies[key] = Levels(group, levels)
-    return _hierarchies[key]
+    hierarchies = _job.current.hierarchies
+    if key not in hierarchies:
+        hierarchies[key] = Levels(group, levels)
+    return hierarchies[key]
 
 
 _communicators.on_change.append(update_route)
 _communicators.on_pop.append(_free_variants)
-on_end.append(_forget_groups)
 collective_selector = CollectiveSelector()
 """The table of this process."""

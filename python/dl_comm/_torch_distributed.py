@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from dl_comm import _dl_comm
+from dl_comm import _dl_comm, _job
 from dl_comm._build import abi_of
 from dl_comm._end import at_exit, finalize, finalize_at_exit
 from dl_comm._errors import ArgumentError, CommError, MismatchError, StateError, TimeoutError
@@ -31,7 +31,6 @@ from dl_comm._start import ensure_initialized, start_by_store
 from dl_comm._torch_variables import given, launched
 
 _KEY = "dl_comm/start"
-_started_here = False
 """Whether ``init_process_group`` has started dl_comm, by torch's store."""
 
 
@@ -128,13 +127,12 @@ def _do_nothing(_backend: Any, _device: Any) -> None:
 
 def _end_earlier_job() -> None:
     """Ends the job of an earlier default group, which may have had other ranks. Not one that the script has started."""
-    if _started_here and _is_started() and not _dl_comm.is_initialized() and _dl_comm.hosts() == 1:
+    if _job.current.is_of_torch and _is_started() and not _dl_comm.is_initialized() and _dl_comm.hosts() == 1:
         finalize()
 
 
 def _start_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
     """Makes the processes ranks of dl_comm by torch's store, or checks that they are. Collective."""
-    global _started_here
     jobs = _gather_json(store, rank, size, _describe_process(), timeout)
     errors = [f"rank {each}: {job['error']}" for each, job in enumerate(jobs) if "error" in job]
     if errors:
@@ -143,7 +141,7 @@ def _start_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
         _check_same_job(jobs)
     else:
         start_by_store(store, rank, size)
-        _started_here = True
+        _job.current.is_of_torch = True
         _name_master(store, rank, timeout)
 
 

@@ -14,7 +14,8 @@ from torch import nn  # noqa: E402
 
 import dl_comm  # noqa: E402
 import dl_comm.torch as cdl  # noqa: E402
-from dl_comm.torch import _ops, _optimizer  # noqa: E402
+from dl_comm import _job  # noqa: E402
+from dl_comm.torch import _ops  # noqa: E402
 
 
 def wrap(parameters: Any, **options: Any) -> cdl.AveragingOptimizer:
@@ -271,7 +272,7 @@ class TestOwners:
             pytest.skip("needs two ranks")
         parameter = zeros(2)
         with monkeypatch.context() as patch:
-            patch.setattr(_optimizer, "_num_created", _optimizer._num_created + rank)
+            patch.setattr(_job.current, "optimizers", _job.current.optimizers + rank)
             with pytest.raises(dl_comm.MismatchError, match="SGD"):
                 wrap([parameter], broadcast=False)
 

@@ -15,7 +15,7 @@ SETTINGS = ("signal_dump", "stack_dump", "excepthook", "exit_handler", "torch_va
 
 # The handler at exit that is registered first runs last.
 PROGRAM = """
-import atexit, glob, json, os, signal, sys
+import atexit, glob, json, logging, os, signal, sys
 
 def name_of(path):
     try:
@@ -32,6 +32,7 @@ def installed():
         "stack_dump": bool(int(caught, 16) >> (signal.SIGRTMAX - 9 - 1) & 1),
         "excepthook": sys.excepthook is not sys.__excepthook__,
         "torch_variables": "RANK" in os.environ,
+        "logging": "dlcomm-log" in threads,
     }
 
 def at_exit():
@@ -40,6 +41,7 @@ def at_exit():
 
 atexit.register(at_exit)
 os.environ.pop("RANK", None)
+logging.basicConfig()
 import dl_comm
 from dl_comm import init
 seen = [installed()]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dl_comm import _groups
+from dl_comm import _groups, _job
 from dl_comm._checks import checked_by_name, checked_ints, checked_name, refuse_masked, refuse_missing, seconds
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group
@@ -101,7 +101,7 @@ def place(group: Group | None, collective: int = 0, x: Any = None, async_op: boo
         if _groups.is_routed():
             found: tuple[int, int, int] = _routed(_groups.route_changes, collective, device_of(x), async_op)
             return found
-        group = _groups._world
+        group = _job.current.world
         if group is None:
             if torch.compiler.is_compiling():
                 return 0, *_ops.group(0)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dl_comm import _groups
+from dl_comm import _groups, _job
 from dl_comm._checks import checked_flag, checked_float, seconds
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group
@@ -68,7 +68,7 @@ _GATHER = _TORCH._replace(returns=Gather.returns + _ON_ROOT)
 @made(Allreduce, _TORCH)
 def allreduce(x: Any, op: str, prescale: float, postscale: float, common: tuple[Any, ...]) -> Any:
     group, name, timeout, out, async_op, by_name = common
-    world = _groups._world if group is None and not _groups.is_routed() else None
+    world = _job.current.world if group is None and not _groups.is_routed() else None
     is_plain = (
         type(x) is torch.Tensor and (out is None or out is x) and name is None and timeout is None and not by_name
     )

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import torch
 
+from dl_comm import _job
 from dl_comm._buckets import bucket_bytes
 from dl_comm._checks import checked_int, checked_team
 from dl_comm._errors import ArgumentError, CommError, DTypeError, StateError
 from dl_comm._groups import Group, averaging_team, given, unless_world
 from dl_comm._private_names import check
-from dl_comm._ranks import is_initialized
 from dl_comm._teams import start_team
 from dl_comm.torch import _functions, _ops
 from dl_comm.torch._bucket_plan import Named
@@ -26,7 +26,6 @@ _ATTRIBUTE = "_dl_comm_reducer"
 _BUFFERS = "_dl_comm_buffers"
 # The first optimizers get one team each; later ones share these teams.
 AUTOMATIC_TEAMS = 8
-_num_created = 0  # optimizers of all ranks since init
 _num_of_group: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()  # those of a group
 
 
@@ -197,7 +196,6 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
 
     The name and the first three arguments are those of the Cray plugin's `dl_comm.torch.DistributedOptimizer`.
     """
-    global _num_created
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise DTypeError(f"expected a torch optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, AveragingOptimizer):
@@ -222,7 +220,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         number = _num_of_group.get(given(group), 0)
         chosen = averaging_team(group, 0)
     else:
-        number = _num_created if is_initialized() else 0
+        number = _job.current.optimizers
         chosen = number % AUTOMATIC_TEAMS if team is None else team
     # The number distinguishes optimizers on one team, and detects ranks that created different optimizers.
     call_name = f"{type(optimizer).__name__}.{number}"
@@ -240,7 +238,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     names.find(optimizer)
     reducer.check_unowned()
     if group is None:
-        _num_created = number + 1
+        _job.current.optimizers = number + 1
         start_team(chosen, nteam, nthread_per_team, nstep, warmup, verb, freq)
     else:
         _num_of_group[group] = number + 1
