@@ -1,0 +1,280 @@
+"""Calls by name: which names are in use, handles on started calls, and calls of two stages.
+
+A name is in use until its call has been synchronized, or has ended and ``HOROVOD_CYCLE_TIME`` has passed since its
+submission. Horovod's engine takes as long, and scripts rely on it: until then ``poll`` is False.
+
+Thread rule: any thread may use everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import dl_comm
+from horovod.common import _environment, _job, _timeline
+from horovod.common.exceptions import translate
+
+Result = Callable[[Any], Any]
+
+
+class Started(Protocol):
+    """A started call: `dl_comm.Work`, or several."""
+
+    def test(self) -> bool:
+        """Whether it has ended; raises its error."""
+
+    def wait(self) -> Any:
+        """Waits; returns its result or raises its error."""
+
+
+class Call:
+    """A call from its submission to its end.
+
+    Attributes:
+        number: That of its handle.
+        name: What the ranks match. Calls without a name match in their order: ranks may have other handles, and the
+            core's path for short calls needs names that come again.
+        group: The ranks.
+        work: The started call; None: it is a blocking one.
+    """
+
+    __slots__ = ("_key", "_submitted", "_timeline", "group", "name", "number", "work")
+
+    def __init__(self, kind: str, name: str | None, process_set: Any) -> None:
+        """Takes the name.
+
+        Args:
+            kind: The operation, which begins the name.
+            name: The script's name, or None.
+            process_set: The ranks.
+
+        Raises:
+            ValueError: The name is in use, this rank is not in the set, or Horovod is not initialized.
+        """
+        number = process_set.process_set_id
+        self.group = _job.group_of(number)
+        self.number = next(_numbers)
+        self.name = f"{kind}.{name or 'noname'}"
+        self.work: Started | None = None
+        self._key = (number, self.name if name else f"{self.name}.{self.number}")
+        self._submitted = time.perf_counter()
+        with _lock:
+            other = _in_use.get(self._key)
+            if other is not None and other.is_busy():
+                raise ValueError(
+                    f"a call with the name {self.name} is in progress: give each of several calls a name of its own, "
+                    "or synchronize the first"
+                )
+            _in_use[self._key] = self
+        self._timeline = _timeline.active
+        if self._timeline is not None:
+            self._timeline.begin(self._key[1], kind.removeprefix("grouped_").upper())
+
+    def is_busy(self) -> bool:
+        """Whether the name is in use."""
+        if self.work is None or time.perf_counter() - self._submitted < _cycle_s:
+            return True
+        try:
+            return not self.work.test()
+        except Exception:
+            return False  # it has failed
+
+    def end(self) -> None:
+        """Gives up the name."""
+        if _in_use.get(self._key) is self:
+            del _in_use[self._key]
+        if self._timeline is not None:
+            self._timeline.end(self._key[1])
+
+    def options(self, suffix: str = "") -> dict[str, Any]:
+        """The core's options of a call under this name, or of one that belongs to it."""
+        return {"group": self.group, "name": self.name + suffix, **MATCHING}
+
+    def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Makes a blocking call; returns its result."""
+        try:
+            return call(*args, **options)
+        except Exception as error:
+            raise translate(error) from error
+        finally:
+            self.end()
+
+    def start(self, start: Callable[[], Started]) -> int:
+        """Starts a call; returns its handle."""
+        try:
+            self.work = start()
+        except Exception as error:
+            self.end()
+            raise translate(error) from error
+        _started[self.number] = self
+        return self.number
+
+
+MATCHING: dict[str, Any] = {}
+"""How the core matches the calls of the ranks: further options of every call."""
+
+_lock = threading.Lock()
+_numbers = itertools.count()
+_in_use: dict[tuple[int | None, str], Call] = {}
+_started: dict[int, Call] = {}
+_cycle_s = 0.001
+
+
+def forget() -> None:
+    """At the start of a job: no names, no handles, and numbers from 0 on every rank."""
+    global _numbers, _cycle_s
+    _numbers, _cycle_s = itertools.count(), _environment.cycle_s()
+    _in_use.clear()
+    _started.clear()
+
+
+_job.on_start.append(forget)
+
+
+def poll(handle: int) -> bool:
+    """Whether a started call has ended, so that ``synchronize`` does not wait.
+
+    Args:
+        handle: That of a call of this job, not yet synchronized.
+
+    Raises:
+        ValueError: There is no such call.
+    """
+    call = _started.get(handle)
+    if call is None:
+        raise ValueError(f"handle {handle} is not that of a call, or was synchronized")
+    return not call.is_busy()
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for a started call and returns its result; None if it was synchronized already.
+
+    Args:
+        handle: That of ``allreduce_async`` or another call.
+
+    Raises:
+        HorovodInternalError: The ranks differ, one was lost, or the deadline has passed. The next call works, unless a
+            rank was lost.
+    """
+    call = _started.pop(handle, None)
+    if call is None or call.work is None:
+        return None
+    try:
+        return call.work.wait()
+    except Exception as error:
+        raise translate(error) from error
+    finally:
+        call.end()
+
+
+class Then:
+    """A call, and what follows when it has ended: another call, or only a new result.
+
+    A thread of the process starts the second if nobody waits or tests.
+    """
+
+    def __init__(self, first: Started, then: Callable[[Any], Started]) -> None:
+        """Keeps the first; ``then`` starts the second from its result. Must not wait for other ranks."""
+        self._now, self._then = first, then
+        self._has_followed = False
+        self._lock = threading.Lock()
+        _follow(self)
+
+    def follows(self) -> bool:
+        """Starts the second if the first has ended; returns whether nothing is left to start."""
+        with self._lock:
+            if not self._has_followed and self._now.test():
+                self._start()
+            return self._has_followed
+
+    def _start(self) -> None:
+        self._has_followed = True
+        self._now = self._then(self._now.wait())
+
+    def test(self) -> bool:
+        """Whether both have ended; raises their error."""
+        return self.follows() and self._now.test()
+
+    def wait(self) -> Any:
+        """Waits for both; returns the result of the second."""
+        with self._lock:
+            first = None if self._has_followed else self._now
+        if first is not None:
+            first.wait()
+            self.follows()
+        return self._now.wait()
+
+
+class With:
+    """A call whose result is made from that of the core's call."""
+
+    __slots__ = ("_result", "_work", "test")
+
+    def __init__(self, work: Started, result: Result) -> None:
+        self._work, self._result = work, result
+        self.test = work.test
+
+    def wait(self) -> Any:
+        """Waits; returns the result."""
+        return self._result(self._work.wait())
+
+
+class All:
+    """Several calls as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def test(self) -> bool:
+        """Whether all have ended; raises the error of one that has failed."""
+        return all([work.test() for work in self._works])
+
+    def wait(self) -> list[Any]:
+        """Waits for all, then raises the first error, or returns the results."""
+        found, errors = [], []
+        for work in self._works:
+            try:
+                found.append(work.wait())
+            except dl_comm.CommError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return found
+
+
+_following: list[Then] = []
+_wake = threading.Condition()
+_thread: threading.Thread | None = None
+_PAUSE_S = 0.0002
+"""How often the thread looks: short against a call between hosts, long enough to cost little."""
+
+
+def _follow(call: Then) -> None:
+    global _thread
+    with _wake:
+        _following.append(call)
+        if _thread is None or not _thread.is_alive():  # none yet, or this is a forked child
+            _thread = threading.Thread(target=_run, name="horovod", daemon=True)
+            _thread.start()
+        _wake.notify()
+
+
+def _run() -> None:
+    while True:
+        with _wake:
+            while not _following:
+                _wake.wait()
+            calls = list(_following)
+        for call in calls:
+            try:
+                done = call.follows()
+            except Exception:
+                done = True  # whoever waits for it gets the error
+            if done:
+                with _wake:
+                    _following.remove(call)
+        time.sleep(_PAUSE_S)
