@@ -161,8 +161,8 @@ os._exit(0)
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "7",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3",
         "HOROVOD_LOG_LEVEL": "debug",
-        "HOROVOD_FUSION_THRESHOLD": "1",
+        "HOROVOD_CACHE_CAPACITY": "1",
     }
     outputs = run_ranks(HEAD + script, 2, env, expect=None)
     assert "caught" in outputs[0]
-    assert outputs[0].count("HOROVOD_FUSION_THRESHOLD has no effect") == 1
+    assert outputs[0].count("HOROVOD_CACHE_CAPACITY has no effect") == 1

@@ -70,6 +70,62 @@ def test_training_is_that_of_one_process(rank: int, size: int, options: dict[str
     assert equal(model, alone, 2e-2 if "compression" in options else 1e-5)
 
 
+@pytest.mark.parametrize("threshold", [0, 40, 200])
+def test_the_fusion_threshold(rank: int, size: int, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod.torch.optimizer import _fused
+
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", str(threshold))
+    parameters = list(make().parameters())  # of 128, 32, 32 and 4 bytes
+    assert [len(group) for group in _fused(parameters)] == {0: [1, 1, 1, 1], 40: [1, 1, 2], 200: [4]}[threshold]
+    model = make()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    assert equal(model, train_alone(size, 3))
+
+
+def test_a_second_pass_of_a_part_is_reduced_too(rank: int, size: int) -> None:
+    model = make()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = make()
+    for step in range(2):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        model[0](batch(rank, 7)).square().mean().backward()
+        optimizer.step()
+        for other in range(size):
+            (reference(batch(other, step)).square().mean() / size).backward()
+            (reference[0](batch(other, 7)).square().mean() / size).backward()
+        torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    assert equal(model, reference)
+
+
+def test_a_backward_pass_that_fails_changes_nothing(rank: int, size: int) -> None:
+    model = make()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise KeyError("broken")
+
+    with pytest.raises(KeyError):
+        model[2](Fails.apply(model[:2](batch(rank, 0)))).square().mean().backward()
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    assert equal(model, train_alone(size, 2, clip=0.05))
+
+
 @pytest.mark.parametrize("ritual", [False, True])
 def test_clipping(rank: int, size: int, ritual: bool) -> None:
     model = make()

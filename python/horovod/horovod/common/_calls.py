@@ -61,7 +61,7 @@ class Call:
         self.name = f"{kind}.{name or 'noname'}"
         self.work: Started | None = None
         self._key = (number, self.name if name else f"{self.name}.{self.number}")
-        self._submitted = time.perf_counter()
+        self._submitted = 0.0
         with _lock:
             other = _in_use.get(self._key)
             if other is not None and other.is_busy():
@@ -76,7 +76,7 @@ class Call:
 
     def is_busy(self) -> bool:
         """Whether the name is in use."""
-        if self.work is None or time.perf_counter() - self._submitted < _cycle_s:
+        if self.work is None or not self._submitted or time.perf_counter() - self._submitted < _cycle_s:
             return True
         try:
             return not self.work.test()
@@ -110,6 +110,7 @@ class Call:
         except Exception as error:
             self.end()
             raise translate(error) from error
+        self._submitted = time.perf_counter()
         _started[self.number] = self
         return self.number
 

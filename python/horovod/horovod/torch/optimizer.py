@@ -1,4 +1,4 @@
-"""The optimizer that reduces gradients over all ranks: by name, each as soon as backward has it.
+"""The optimizer that reduces gradients over all ranks: by name, some neighbours at a time, while backward works.
 
 Thread rule: as torch optimizers, one thread at a time.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from horovod.common._environment import number
 from horovod.common._job import current, is_started
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import split_list
@@ -63,27 +65,27 @@ class _Reducer:
         self.in_flight: dict[Parameters, Callable[[], None]] = {}
         self.reduced: set[torch.Tensor] = set()  # in this step
         self.unused: set[torch.Tensor] = set()  # without a gradient in the last step
-        self.group_of: dict[torch.Tensor, Parameters] = {}
+        self.group_of: dict[torch.Tensor, Parameters] = {}  # those that are reduced in one call
         self.explicit = False  # the script has called synchronize() in this step
         self.synchronizes = True
         self._queued = False
         if self.is_active:
-            self._make_groups(groups)
+            if groups:
+                self._make_groups(groups)
             self.register()
 
-    def _make_groups(self, groups: int | list[list[torch.Tensor]] | None) -> None:
-        if groups is None or groups == 0:
-            return
-        learning = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        # All ranks have the order of the first.
-        by_name = {self.names[parameter]: parameter for parameter in learning}
-        order = broadcast_object(list(by_name), (self.process_set.ranks or [0])[0], process_set=self.process_set)
+    def _make_groups(self, groups: int | list[list[torch.Tensor]]) -> None:
+        """Makes the groups that the script asks for. All ranks have the order of the first. Collective."""
+        by_name = {self.names[each]: each for each in self._parameters() if each.requires_grad}
+        root = (self.process_set.ranks or [0])[0]
+        order: list[str] = broadcast_object(list(by_name), root, process_set=self.process_set)
         learning = [by_name[name] for name in order]
         parts: Sequence[Sequence[torch.Tensor]] = split_list(learning, groups) if isinstance(groups, int) else groups
         known = set(learning)
         for part in parts:
             members = tuple(parameter for parameter in part if parameter in known)
             self.group_of.update(dict.fromkeys(members, members))
+        self.group_of.update((each, (each,)) for each in learning if each not in self.group_of)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         optimizer = self.optimizer()
@@ -92,12 +94,15 @@ class _Reducer:
 
     def register(self) -> None:
         """Follows the parameters that require gradients now."""
-        for parameter in self._parameters():
-            if parameter.requires_grad and parameter not in self.left:
-                self.left[parameter] = self.passes
-                self.names.setdefault(parameter, f"added.{len(self.names)}")
-                hook = functools.partial(_on_gradient, weakref.ref(self))
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        new = [each for each in self._parameters() if each.requires_grad and each not in self.left]
+        for parameter in new:
+            self.left[parameter] = self.passes
+            self.names.setdefault(parameter, f"added.{len(self.names)}")
+            hook = functools.partial(_on_gradient, weakref.ref(self))
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        # Backward has the last ones first.
+        for members in _fused([each for each in reversed(new) if each not in self.group_of]):
+            self.group_of.update(dict.fromkeys(members, members))
 
     def set_passes(self, passes: int) -> None:
         self.passes = passes
@@ -116,9 +121,10 @@ class _Reducer:
                 f"{self.passes} times before step(): make more passes per step, to add up gradients on this rank first"
             )
         self.left[parameter] -= 1
+        self.reduced.discard(parameter)
         if self.left[parameter] == 0:
-            members = self.group_of.get(parameter, (parameter,))
-            if all(self.left[member] == 0 for member in members):
+            members = self.group_of[parameter]
+            if all(self.left[member] == 0 for member in members if member.requires_grad):
                 self._start(members)
 
     def _at_end(self) -> None:
@@ -132,10 +138,15 @@ class _Reducer:
 
     def _start(self, members: Parameters) -> None:
         """Starts the reduction of some gradients; a missing one is zero."""
-        optimizer_op, name = self.op, self.names[members[0]]
+        names = [self.names[parameter] for parameter in members]
+        name = names[0]
+        if len(names) > 1:  # ranks with other groups must not match
+            name += f"+{len(names) - 1}.{zlib.crc32(repr(names).encode()):x}"
         dense: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         waits: list[Callable[[], None]] = []
         for parameter in members:
+            if not parameter.requires_grad and parameter.grad is None:
+                continue  # frozen since
             self.left[parameter] = 0
             self.reduced.add(parameter)
             if parameter.grad is None:
@@ -148,8 +159,8 @@ class _Reducer:
             small, context = self.compression.compress(grad.to_dense() if grad.is_sparse else grad)
             dense.append((parameter, small.contiguous(), context))
         tensors = [tensor for _, tensor, _ in dense]
-        common = (None, name, optimizer_op, *self.factors, self.process_set)
-        if len(tensors) == 1 and members[0] not in self.group_of:
+        common = (None, name, self.op, *self.factors, self.process_set)
+        if len(members) == 1 and tensors:
             handle = allreduce_async_(tensors[0], *common)
         elif tensors:
             handle = grouped_allreduce_async_(tensors, *common)
@@ -175,7 +186,7 @@ class _Reducer:
             if parameter not in self.reduced and (parameter.requires_grad or parameter.grad is not None)
         ]
         without = {parameter for parameter in missing if parameter.grad is None}
-        for members in dict.fromkeys(self.group_of.get(parameter, (parameter,)) for parameter in missing):
+        for members in dict.fromkeys(self.group_of[parameter] for parameter in missing):
             self._start(members)
         in_flight, self.in_flight = self.in_flight, {}
         errors = []
@@ -186,7 +197,7 @@ class _Reducer:
                 errors.append(error)
         self.left = dict.fromkeys(self.left, self.passes)
         self.explicit |= explicit
-        if missing or without:
+        if missing:
             self.unused = without
         if errors:
             self.end_step()
@@ -196,6 +207,28 @@ class _Reducer:
         """After a step, or when its gradients are dropped: the next has other gradients."""
         self.reduced.clear()
         self.explicit = False
+        self._queued = False  # also after a backward pass that has failed
+
+
+_FIRST_BYTES, _GROUP_BYTES = 1 << 20, 25 << 20
+"""The most bytes of the first group, which should start early, and of the others. As in torch's DDP."""
+
+
+def _fused(parameters: list[torch.Tensor]) -> list[Parameters]:
+    """Groups of neighbours on one device. ``HOROVOD_FUSION_THRESHOLD``: the most bytes of one; 0: each by itself."""
+    limit = number("HOROVOD_FUSION_THRESHOLD")
+    most = _GROUP_BYTES if limit is None else min(limit, _GROUP_BYTES)
+    groups: list[Parameters] = []
+    free, device = 0, None
+    for parameter in parameters:
+        length = parameter.numel() * parameter.element_size()
+        if groups and length <= free and parameter.device == device:
+            groups[-1] += (parameter,)
+            free -= length
+        else:
+            free, device = min(most, most if groups else _FIRST_BYTES) - length, parameter.device
+            groups.append((parameter,))
+    return groups
 
 
 def _put(parameter: torch.Tensor, result: Callable[[], torch.Tensor]) -> None:
@@ -412,8 +445,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Makes an optimizer reduce gradients over the ranks, and returns it.
 
-    It stays the same object and an instance of its class. Each gradient is reduced under the name of its parameter as
-    soon as backward has it; a backward pass that reaches all parameters of the last step returns when all gradients are
+    It stays the same object and an instance of its class. Gradients are reduced by the names of their parameters while
+    backward works; a backward pass that reaches all parameters of the last step returns when all gradients are
     reduced: read, clip and scale them without more. A pass that reaches others is complete after ``synchronize()`` or
     ``step()``, which reduce zeros for parameters without a gradient. A rank that is not in ``process_set`` trains
     alone.
@@ -426,8 +459,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         op: ``Average``, ``Sum``, or ``Adasum``, which reduces the changes of the parameters instead.
         gradient_predivide_factor: With ``Average``: divides before the sum, and multiplies after it.
         num_groups: Deprecated; as ``groups``.
-        groups: Gradients that are reduced in one call: a number of groups, or lists of parameters. None or 0: each by
-            itself. With an integer or lists, making the optimizer is collective.
+        groups: Gradients that are reduced in one call: a number of groups, or lists of parameters; making the optimizer
+            is collective then. None or 0: neighbours, up to 25 MiB or ``HOROVOD_FUSION_THRESHOLD`` bytes.
         sparse_as_dense: Whether to reduce sparse gradients as dense ones. Otherwise the ranks gather their entries.
         process_set: The ranks that reduce.
 
