@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -25,6 +26,15 @@ def test_modules_are_where_scripts_import_them() -> None:
     for name in ("spark", "mxnet", "ray"):
         with pytest.raises(ImportError, match=f"no horovod.{name}"):
             importlib.import_module(f"horovod.{name}")
+
+
+def test_the_page_lists_every_name() -> None:
+    import horovod.torch as hvd
+
+    page = (PACKAGE.parents[1] / "docs" / "horovod.md").read_text()
+    listed = set(re.findall(r"`(\w+)`", page.partition("| `horovod.torch` |")[2].partition("| module |")[0]))
+    assert set(hvd.__all__) <= listed
+    assert all(hasattr(hvd, name) for name in hvd.__all__)
 
 
 def test_the_version_is_one_of_horovod() -> None:
