@@ -1,0 +1,204 @@
+"""Allreduce, of one tensor and of lists.
+
+Thread rule: that of `mpi_ops`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horovod.common._calls import Call, With
+from horovod.common.basics import HorovodBasics
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.util import get_average_backwards_compatibility_fun
+from horovod.torch._forms import Factors, Tensors, checked, core, core_factors, differentiable, of_gradient, scale
+from horovod.torch.compression import Compression
+
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(HorovodBasics)
+
+
+def _allreduce(
+    kind: str,
+    x: Any,
+    name: str | None,
+    op: int,
+    factors: Factors,
+    process_set: ProcessSet,
+    in_place: bool,
+    is_async: bool = False,
+) -> Any:
+    grouped = kind == "grouped_allreduce"
+    tensors = checked(x, grouped=grouped)
+    call = Call(kind, name, process_set)
+    operator, options, inputs, after = core_factors(op, *factors, call.group.size, tensors)
+    direct = inputs is tensors and after == 1.0
+
+    def finished(result: Any) -> Any:
+        results = result if grouped else [result]
+        if not direct:
+            results = [scale(each, after) for each in results]
+            if in_place:
+                for tensor, each in zip(tensors, results, strict=True):
+                    tensor.copy_(each)
+        if in_place:
+            return x
+        return results if grouped else results[0]
+
+    given = inputs if grouped else inputs[0]
+    out = given if in_place and direct else None
+    if not is_async:
+        return finished(call.run(core.allreduce, given, operator, out=out, **call.options(), **options))
+    return call.start(
+        lambda: With(core.allreduce(given, operator, out=out, async_op=True, **call.options(), **options), finished)
+    )
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts ``allreduce``; returns a handle."""
+    op = handle_average_backwards_compatibility(op, average)
+    return int(_allreduce("allreduce", tensor, name, op, (prescale_factor, postscale_factor), process_set, False, True))
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Returns the reduction of a tensor over the ranks.
+
+    The gradient is reduced by the same operator and factors.
+
+    Args:
+        tensor: Of the same shape and type on all ranks.
+        average: Deprecated: True for Average, False for Sum.
+        name: What the ranks match.
+        compression: How the values travel.
+        op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        prescale_factor: A factor of the input.
+        postscale_factor: A factor of the result.
+        process_set: The ranks.
+
+    Returns:
+        A new tensor of the same shape and type.
+    """
+    op = handle_average_backwards_compatibility(op, average)
+    factors = prescale_factor, postscale_factor
+    small, context = compression.compress(tensor)
+    result = differentiable(
+        lambda x: _allreduce("allreduce", x, name, op, factors, process_set, False),
+        lambda grads: [allreduce(grads[0], None, of_gradient(name), Compression.none, op, *factors, process_set)],
+        [small],
+    )
+    found: torch.Tensor = compression.decompress(result, context)
+    return found
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts ``allreduce_``; returns a handle."""
+    op = handle_average_backwards_compatibility(op, average)
+    return int(_allreduce("allreduce", tensor, name, op, (prescale_factor, postscale_factor), process_set, True, True))
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Replaces a tensor by its reduction over the ranks, as ``allreduce``; returns it. Not differentiable."""
+    op = handle_average_backwards_compatibility(op, average)
+    factors = prescale_factor, postscale_factor
+    reduced: torch.Tensor = _allreduce("allreduce", tensor, name, op, factors, process_set, True)
+    return reduced
+
+
+def grouped_allreduce_async(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts ``grouped_allreduce``; returns a handle."""
+    op, factors = handle_average_backwards_compatibility(op, average), (prescale_factor, postscale_factor)
+    return int(_allreduce("grouped_allreduce", tensors, name, op, factors, process_set, False, True))
+
+
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Returns the reductions of a list of tensors, as one call; as ``allreduce``."""
+    op = handle_average_backwards_compatibility(op, average)
+    factors = prescale_factor, postscale_factor
+    small = [compression.compress(tensor) for tensor in tensors]
+    results = differentiable(
+        lambda *x: tuple(_allreduce("grouped_allreduce", x, name, op, factors, process_set, False)),
+        lambda grads: grouped_allreduce(grads, None, of_gradient(name), Compression.none, op, *factors, process_set),
+        [tensor for tensor, _ in small],
+    )
+    return [compression.decompress(result, context) for result, (_, context) in zip(results, small, strict=True)]
+
+
+def grouped_allreduce_async_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts ``grouped_allreduce_``; returns a handle."""
+    op, factors = handle_average_backwards_compatibility(op, average), (prescale_factor, postscale_factor)
+    return int(_allreduce("grouped_allreduce", tensors, name, op, factors, process_set, True, True))
+
+
+def grouped_allreduce_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensors:
+    """Replaces a list of tensors by their reductions, as one call; returns it."""
+    op = handle_average_backwards_compatibility(op, average)
+    factors = prescale_factor, postscale_factor
+    reduced: Tensors = _allreduce("grouped_allreduce", tensors, name, op, factors, process_set, True)
+    return reduced
