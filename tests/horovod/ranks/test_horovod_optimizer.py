@@ -72,7 +72,7 @@ def test_training_is_that_of_one_process(rank: int, size: int, options: dict[str
 
 @pytest.mark.parametrize("threshold", [0, 40, 200])
 def test_the_fusion_threshold(rank: int, size: int, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from horovod.torch.optimizer import _fused
+    from horovod.torch._reducer import _fused
 
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", str(threshold))
     parameters = list(make().parameters())  # of 128, 32, 32 and 4 bytes
