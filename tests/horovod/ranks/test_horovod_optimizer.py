@@ -211,6 +211,21 @@ def test_a_rank_without_a_backward_pass(rank: int, size: int) -> None:
     assert equal(model, before)
 
 
+def test_passes_after_a_step_without_any(rank: int, size: int) -> None:
+    model = make()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2)
+    reference = make()
+    optimizer.step()  # zeros: this rank, as all, has no gradient
+    optimizer.zero_grad()
+    for step in range(2):
+        model(batch(rank, step)).square().mean().backward()
+        for other in range(size):
+            (reference(batch(other, step)).square().mean() / size).backward()
+    optimizer.step()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    assert equal(model, reference)
+
+
 def test_two_passes_average_or_are_refused(rank: int, size: int) -> None:
     for op in (hvd.Average, hvd.Sum):
         model = make()

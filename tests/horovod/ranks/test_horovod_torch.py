@@ -134,6 +134,28 @@ def test_gradients_are_those_of_horovod(rank: int, size: int) -> None:
     assert torch.equal(some[size:], torch.zeros(size, 2))
 
 
+def test_a_blocking_call_matches_a_started_one(rank: int, size: int) -> None:
+    x = torch.full((2 * size, 2), float(rank))
+    calls: list[tuple[Callable[..., Any], Callable[..., int]]] = [
+        (hvd.allreduce, hvd.allreduce_async),
+        (hvd.allreduce_, hvd.allreduce_async_),
+        (hvd.grouped_allreduce, hvd.grouped_allreduce_async),
+        (hvd.allgather, hvd.allgather_async),
+        (hvd.grouped_allgather, hvd.grouped_allgather_async),
+        (hvd.alltoall, hvd.alltoall_async),
+        (hvd.reducescatter, hvd.reducescatter_async),
+        (lambda t, name=None: hvd.broadcast(t, 0, name), lambda t, name=None: hvd.broadcast_async(t, 0, name)),
+        (lambda t, name=None: hvd.broadcast_(t, 0, name), lambda t, name=None: hvd.broadcast_async_(t, 0, name)),
+    ]
+    for i, (blocking, started) in enumerate(calls):
+        for name in (None, f"call{i}"):
+            given = (
+                [x.clone(), x[: size + 1].clone()] if blocking in (hvd.grouped_allreduce, hvd.grouped_allgather) else x
+            )
+            result = hvd.synchronize(started(given, name=name)) if rank % 2 else blocking(given, name=name)
+            assert result is not None
+
+
 def test_names_match_in_another_order(rank: int, size: int) -> None:
     names = [f"n{i}" for i in range(6)]
     mine = names if rank % 2 == 0 else names[::-1]

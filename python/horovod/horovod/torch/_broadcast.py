@@ -5,6 +5,7 @@ Thread rule: that of `mpi_ops`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -33,10 +34,12 @@ def _broadcast(
     root = ranks.index(root_rank)
     target = given if in_place else given.clone()
     result = tensor if in_place else target
-    if not is_async:
-        call.run(core.broadcast, target, root, **call.options())
-        return result
-    return call.start(lambda: With(core.broadcast(target, root, async_op=True, **call.options()), lambda _: result))
+    start = functools.partial(core.broadcast, target, root, async_op=True, **call.options())
+    if is_async:
+        return call.start(lambda: With(start(), lambda _: result))
+    # The core's blocking broadcast is not the call that others may have started.
+    call.run(lambda: start().wait())
+    return result
 
 
 def broadcast_async(

@@ -114,6 +114,7 @@ class Reducer:
             )
         self.left[parameter] -= 1
         self.reduced.discard(parameter)
+        self.unused.discard(parameter)
         if self.left[parameter] == 0:
             members = self.group_of[parameter]
             if all(self.left[member] == 0 for member in members if member.requires_grad):
