@@ -128,6 +128,14 @@ hvd.shutdown()
     assert any(event.get("name") == "BROADCAST" for event in json.loads((tmp_path / "timeline.json.2").read_text()))
 
 
+def test_the_timeline_is_complete_after_an_exit(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    script = 'hvd.init(); hvd.start_timeline(os.environ["FILE"]); hvd.allreduce(torch.ones(1), name="only")'
+    env = environment(HOROVOD_RANK="0", HOROVOD_SIZE="1", FILE=str(path))
+    subprocess.run([sys.executable, "-c", HEAD + script], env=env, check=True, timeout=60)
+    assert "allreduce.only" in [event.get("args", {}).get("name") for event in json.loads(path.read_text())]
+
+
 def test_a_lost_rank_is_an_internal_error() -> None:
     script = """
 hvd.init()

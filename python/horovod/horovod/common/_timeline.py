@@ -8,6 +8,7 @@ Thread rule: any thread.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import threading
@@ -86,3 +87,6 @@ def stop() -> None:
     ended, active = active, None
     if ended is not None:
         ended.close()
+
+
+atexit.register(stop)
