@@ -194,7 +194,10 @@ class Then:
 
     def _start(self) -> None:
         self._has_followed = True
-        self._now = self._then(self._now.wait())
+        try:
+            self._now = self._then(self._now.wait())
+        except Exception as error:
+            self._now = _Failed(error)
 
     def test(self) -> bool:
         """Whether both have ended; raises their error."""
@@ -208,6 +211,19 @@ class Then:
             first.wait()
             self.follows()
         return self._now.wait()
+
+
+class _Failed:
+    """A call that could not start."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def test(self) -> bool:
+        """Raises the error."""
+        raise self._error
+
+    wait = test
 
 
 class With:
