@@ -115,7 +115,7 @@ class Call:
         return self.number
 
 
-MATCHING: dict[str, Any] = {}
+MATCHING: dict[str, Any] = {"by_name": True}
 """How the core matches the calls of the ranks: further options of every call."""
 
 _lock = threading.Lock()

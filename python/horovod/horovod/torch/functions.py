@@ -12,15 +12,13 @@ Thread rule: any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import cloudpickle
 import torch
 
-import dl_comm
 import dl_comm.torch as core
-from horovod.common import _job
+from horovod.common import _job, _objects
 from horovod.common.exceptions import translated
 from horovod.common.process_sets import ProcessSet, global_process_set
 
@@ -66,16 +64,6 @@ def broadcast_optimizer_state(
         core.broadcast_optimizer_state(optimizer, root_rank, group=world)
 
 
-class _ByCloudpickle:
-    """An object that pickle leaves to cloudpickle, which takes functions and classes of scripts by value."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        return cloudpickle.loads, (cloudpickle.dumps(self.value),)
-
-
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -87,13 +75,7 @@ def broadcast_object(
         name: Not used.
         process_set: The ranks.
     """
-    group = _job.group_of(process_set.process_set_id)
-    ranks = process_set.ranks or []
-    if root_rank not in ranks:
-        raise ValueError(f"root_rank is {root_rank}, which is not in the process set of the ranks {ranks}")
-    with translated():
-        found = dl_comm.broadcast_object(_ByCloudpickle(obj), ranks.index(root_rank), group=group)
-    return obj if isinstance(found, _ByCloudpickle) else found
+    return _objects.broadcast_object(obj, root_rank, process_set)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -104,7 +86,4 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         name: Not used.
         process_set: The ranks.
     """
-    with translated():
-        group = _job.group_of(process_set.process_set_id)
-        found: list[Any] = dl_comm.all_gather_object(_ByCloudpickle(obj), group=group)
-    return found
+    return _objects.allgather_object(obj, process_set)
