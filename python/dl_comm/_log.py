@@ -6,6 +6,7 @@ Needs neither the core nor a start. Thread rule: any thread.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from dl_comm import _rc
 
@@ -13,15 +14,28 @@ NAME = "dl_comm"
 """The name of the logger."""
 
 
-def is_routed() -> bool:
-    """Whether lines go through ``logging``: the program has set a handler, for this logger or for all."""
+def _handlers() -> list[Any]:
+    """The handlers that get the lines."""
     logging = sys.modules.get("logging")  # nobody has set a handler before an import
-    return _rc.rc.logging and logging is not None and logging.getLogger(NAME).hasHandlers()
+    found: list[Any] = []
+    logger = logging.getLogger(NAME) if logging is not None and _rc.rc.logging else None
+    while logger is not None:
+        found += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    return found
+
+
+def is_routed() -> bool:
+    """Whether lines go through ``logging``: the program has set a handler, for this logger or for all.
+
+    Those by which pytest captures records are no output: with only these, lines are on standard error, too.
+    """
+    return any(not type(handler).__module__.startswith("_pytest.") for handler in _handlers())
 
 
 def warn(text: str) -> None:
     """Logs a line of level WARNING: what a user should know."""
-    if is_routed():
+    if _handlers():
         sys.modules["logging"].getLogger(NAME).warning("%s", text)
-    else:
+    if not is_routed():
         print(f"dl_comm: {text}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from dl_comm import _log
 from launch import Finished
 
 Script = Callable[..., Finished]
@@ -100,3 +101,10 @@ def test_a_forked_child_logs_too(script: Script) -> None:
     )
     finished = script(1, text)
     assert "<dl_comm> from the child" in finished.output
+
+
+def test_a_record_for_pytest_is_a_line_too(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    _log.warn("both")
+    assert capfd.readouterr().err == "dl_comm: both\n"
+    (record,) = caplog.records
+    assert (record.name, record.levelname, record.getMessage()) == ("dl_comm", "WARNING", "both")
