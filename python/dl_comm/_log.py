@@ -16,9 +16,12 @@ NAME = "dl_comm"
 
 def _handlers() -> list[Any]:
     """The handlers that get the lines."""
-    logging = sys.modules.get("logging")  # nobody has set a handler before an import
     found: list[Any] = []
-    logger = logging.getLogger(NAME) if logging is not None and _rc.rc.logging else None
+    if "logging" not in sys.modules or not _rc.rc.logging:
+        return found  # nobody has set a handler before an import
+    import logging  # waits for a thread that imports it now
+
+    logger: logging.Logger | None = logging.getLogger(NAME)
     while logger is not None:
         found += logger.handlers
         logger = logger.parent if logger.propagate else None
