@@ -68,6 +68,19 @@ PRIVATE_NAMES = (
     PrivateName("tensorflow", "outer_context", _CONTEXT, _XLA),
     PrivateName("tensorflow", "outer_graph", "tensorflow.python.framework.func_graph:FuncGraph", _XLA),
     PrivateName(
+        "tensorflow",
+        "experimental_acd_manager",
+        "tensorflow.python.framework.auto_control_deps:AutomaticControlDependencies.__enter__",
+        "run calls by name in any order",
+        is_used=True,
+    ),
+    PrivateName(
+        "tensorflow",
+        "run_independently",
+        "tensorflow.python.framework.auto_control_deps:AutomaticControlDependencies",
+        "run calls by name in any order",
+    ),
+    PrivateName(
         "keras",
         "_clip_gradients",
         f"{_OPTIMIZER}._backend_apply_gradients",

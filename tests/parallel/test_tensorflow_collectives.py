@@ -245,3 +245,32 @@ def test_threads_that_flush_subnormals_do_not_change_sums(rank: int, size: int) 
     for run in [lambda x: dt.allreduce(x, "sum"), compiled] * 10:
         bits = run(x)
         assert set(bits.numpy().view(np.uint32)) == {0x116C2 * (size * (size + 1) // 2)}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_calls_by_name_in_a_function_have_no_order(nested: bool, rank: int, size: int) -> None:
+    names = list("abcd")[:: 1 if rank % 2 else -1]
+
+    @tf.function
+    def call(x: Any) -> Any:
+        def found() -> dict[str, Any]:
+            return {name: dt.allreduce(x * ord(name), name=name, by_name=True) for name in names}
+
+        return tf.cond(x[0] > 0, found, lambda: dict.fromkeys(names, x)) if nested else found()
+
+    for name, result in call(tf.ones(3)).items():
+        np.testing.assert_array_equal(result, np.full(3, ord(name) * size))
+
+
+def test_calls_by_name_that_differ_in_a_function(rank: int, size: int) -> None:
+    if size == 1:
+        pytest.skip("needs two ranks")
+
+    @tf.function
+    def call(x: Any) -> Any:
+        return dt.allreduce(x, name="differs", by_name=True)
+
+    with pytest.raises(tf.errors.FailedPreconditionError) as raised:
+        call(tf.ones(3 + (rank == 0)))
+    assert isinstance(mc.error_of(raised.value), mc.MismatchError)
+    np.testing.assert_array_equal(call(tf.ones(2)), [size] * 2)

@@ -6,6 +6,7 @@ if their order differs; it also compares types and shapes.
 - Eager calls have the same name in each step: a number in the op's attribute would create a new kernel per step.
 - A call in a graph also has its number among calls of the same name in that graph, because a TF1 session may run two of
   them in either order. Each graph numbers from 0, so a `tf.function` that only one rank traces again keeps its names.
+- Calls by name in a `tf.function` have no program order either: each starts when its inputs are there.
 - In a loop, the kernel adds the iteration and the names of the loops, because a TF1 session may run several iterations
   at once.
 
@@ -271,13 +272,23 @@ def collective(
     order, names = order_of(named, eager)
     text = settings(name, names, code, operator, group, root, factors[0], factors[1], eager, timeout, by_name)
     on_host = operator == ADASUM
-    if code in _LIKE_INPUTS:
-        if order is None:
-            return run("dl_comm_collective", tensors, text, on_host=on_host)
-        return in_order(order, tensors, lambda ordered: run("dl_comm_collective", ordered, text, on_host=on_host))
-    return in_order(
-        order, tensors, lambda ordered: run("dl_comm_block_collective", ordered, counts, text, on_host=on_host)
-    )
+    op, more = ("dl_comm_collective", ()) if code in _LIKE_INPUTS else ("dl_comm_block_collective", (counts,))
+
+    def call(ordered: Sequence[tf.Tensor]) -> Any:
+        results = run(op, ordered, *more, text, on_host=on_host)
+        if by_name and not eager:
+            _run_in_any_order(results)
+        return results
+
+    return call(tensors) if order is None else in_order(order, tensors, call)
+
+
+def _run_in_any_order(results: Sequence[tf.Tensor]) -> None:
+    """Excludes an op from the program order of its `tf.function`: it waits for no other op but those of its inputs."""
+    graph = results[0].graph
+    manager = getattr(graph, "experimental_acd_manager", None)
+    if manager is not None:  # else a graph of TF1, which has no such order
+        manager.run_independently(results[0].op)
 
 
 def extent(tensor: tf.Tensor) -> tf.Tensor:
