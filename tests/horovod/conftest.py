@@ -1,7 +1,7 @@
 """For the tests of the drop-in `horovod`.
 
-`ranks/` runs on the ranks of a job, `python tests/launch.py N SECONDS python -m pytest tests/horovod/ranks`;
-`programs/` starts its own.
+`ranks/` and `ranks_tensorflow/` run on the ranks of a job, each by itself:
+`python tests/launch.py N SECONDS python -m pytest tests/horovod/ranks`; `programs/` starts its own.
 """
 
 from __future__ import annotations

@@ -1,0 +1,448 @@
+"""Horovod for TensorFlow, on dl_comm.
+
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    tape = hvd.DistributedGradientTape(tape)
+    hvd.broadcast_variables(model.variables, root_rank=0)
+
+Importing it loads TensorFlow. A TF1 optimizer and one of Keras are wrapped by ``DistributedOptimizer``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horovod.common.util import check_extension, gpu_available, split_list
+from horovod.tensorflow import elastic
+from horovod.tensorflow.compression import Compression
+from horovod.tensorflow.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
+from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper, Reducer, check_options
+from horovod.tensorflow.mpi_ops import (
+    Adasum,
+    Average,
+    HorovodInternalError,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    Sum,
+    add_process_set,
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    broadcast_,
+    ccl_built,
+    check_num_rank_power_of_2,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    handle_average_backwards_compatibility,
+    init,
+    is_homogeneous,
+    is_initialized,
+    join,
+    local_rank,
+    local_rank_op,
+    local_size,
+    local_size_op,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    process_set_included_op,
+    rank,
+    rank_op,
+    reducescatter,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    size_op,
+    start_timeline,
+    stop_timeline,
+)
+from horovod.tensorflow.util import _cache, _executing_eagerly, _make_subgraph, refs_to_vars, vars_to_refs
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "LocalGradientAggregationHelper",
+    "Max",
+    "Min",
+    "PartialDistributedGradientTape",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNormalization",
+    "_cache",
+    "_executing_eagerly",
+    "_make_subgraph",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "ccl_built",
+    "check_extension",
+    "check_num_rank_power_of_2",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "gpu_available",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "handle_average_backwards_compatibility",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "reducescatter",
+    "refs_to_vars",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "size_op",
+    "split_list",
+    "start_timeline",
+    "stop_timeline",
+    "vars_to_refs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SyncBatchNormalization":  # which loads Keras
+        from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
+
+        return SyncBatchNormalization
+    raise AttributeError(f"module 'horovod.tensorflow' has no attribute {name!r}")
+
+
+def broadcast_global_variables(root_rank: int) -> tf.Operation:
+    """The operation that replaces the values of all global variables of a TF1 graph by those of one rank.
+
+    Raises RuntimeError in eager mode, which has no list of them.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError("eager mode has no global variables: use hvd.broadcast_variables(model.variables, ...)")
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Broadcasts all global variables after a TF1 session has initialized or restored them. All ranks have the hook.
+
+    Args:
+        root_rank: The rank that has the values.
+        device: Where the op runs.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        self.root_rank, self.device = root_rank, device
+        self.bcast_op: Any = None
+
+    def begin(self) -> None:
+        """Adds the op to the graph."""
+        if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
+            with tf.device(self.device):
+                self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Runs it."""
+        session.run(self.bcast_op)
+
+
+def _groups(num_groups: int, groups: Any) -> Any:
+    if num_groups:
+        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
+    return num_groups or None if groups is None else groups
+
+
+class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
+    """A TF1 optimizer that delegates to another one, but reduces the gradients of ``compute_gradients``."""
+
+    def __init__(self, optimizer: Any, use_locking: bool, reduce: Reducer, passes: int, average: bool) -> None:
+        super().__init__(name=reduce.name, use_locking=use_locking)
+        if passes > 1 and tf.executing_eagerly():
+            raise ValueError("backward_passes_per_step > 1 of a TF1 optimizer needs a graph")
+        self._optimizer, self._reduce = optimizer, reduce
+        self._agg_helper = LocalGradientAggregationHelper(reduce, passes, average) if passes > 1 else None
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves the gradients of a variable to this rank."""
+        self._reduce.add_local(var)
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Computes the gradients with the wrapped optimizer, and reduces them."""
+        pairs = self._optimizer.compute_gradients(*args, **kwargs)
+        grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
+        reduce = self._agg_helper.compute_gradients if self._agg_helper else self._reduce
+        return list(zip(reduce(grads, variables), variables, strict=True))
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """Applies gradients with the wrapped optimizer, after as many passes as there are in a step."""
+        pairs = list(grads_and_vars)
+
+        def apply() -> Any:
+            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
+
+        def skip() -> Any:
+            return tf.no_op() if global_step is None else tf.group(global_step.assign_add(1))
+
+        if self._agg_helper is None:
+            return apply()
+        return self._agg_helper.apply_gradients(apply, skip, [grad for grad, _ in pairs])
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
+        """A slot variable of the wrapped optimizer."""
+        return self._optimizer.get_slot(*args, **kwargs)
+
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
+        """The names of the slots of the wrapped optimizer."""
+        return self._optimizer.get_slot_names(*args, **kwargs)
+
+    def variables(self, *args: Any, **kwargs: Any) -> Any:
+        """The variables of the wrapped optimizer."""
+        return self._optimizer.variables(*args, **kwargs)
+
+
+def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wraps an optimizer so that it reduces the gradients over the ranks before it applies them.
+
+    Args:
+        optimizer: A ``tf.compat.v1.train.Optimizer``, or one of Keras, which ``horovod.tensorflow.keras`` wraps.
+        name: What begins the names of the calls; the same on all ranks.
+        use_locking: As of the TF1 optimizer.
+        device_dense: Where the ops of tensors run.
+        device_sparse: Where those of ``tf.IndexedSlices`` run.
+        compression: How the values travel.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` become tensors first.
+        backward_passes_per_step: Passes of which the gradients are added up on each rank first.
+        op: ``Average``, ``Sum`` or ``Adasum``, the last for TF1 optimizers only: of the gradients, not of the changes
+            of the variables.
+        gradient_predivide_factor: The part of the division of an average that comes before the sum.
+        average_aggregated_gradients: Divide the sums of several passes by their number.
+        num_groups: Deprecated: as ``groups``.
+        groups: A number of groups of gradients, or lists of variables; each group is one call.
+        process_set: The ranks; others keep their gradients.
+        scale_local_gradients: Divide the gradients of local variables (``register_local_var``) by the number of ranks.
+
+    Raises:
+        ValueError: Options do not fit each other.
+    """
+    groups = _groups(num_groups, groups)
+    check_options(op, gradient_predivide_factor, groups, average_aggregated_gradients)
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        if op == Adasum:
+            raise ValueError("Adasum is for TF1 optimizers only")
+        from horovod.tensorflow.keras import DistributedOptimizer as KerasOptimizer
+
+        return KerasOptimizer(
+            optimizer,
+            name,
+            device_dense,
+            device_sparse,
+            compression,
+            sparse_as_dense,
+            gradient_predivide_factor,
+            op,
+            backward_passes_per_step,
+            average_aggregated_gradients,
+            groups=groups,
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
+    reduce = Reducer(
+        name or f"Distributed{type(optimizer).__name__}",
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    return _DistributedOptimizer(optimizer, use_locking, reduce, backward_passes_per_step, average_aggregated_gradients)
+
+
+class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
+    """A tape that goes on where another one is, and reduces the gradients."""
+
+    def __init__(self, tape: tf.GradientTape, reduce: Reducer) -> None:
+        self.__dict__.update(tape.__dict__)
+        self._reduce_gradients = reduce
+
+    def register_local_source(self, source: Any) -> None:
+        """Leaves the gradients of a variable to this rank."""
+        self._reduce_gradients.add_local(source)
+
+    def gradient(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **kwargs: Any
+    ) -> Any:
+        """The reduced gradients, as of ``tf.GradientTape``.
+
+        ``use_generic_names``: the ranks match them by their place alone.
+        """
+        grads = super().gradient(target, sources, output_gradients, **kwargs)
+        reduced = self._reduce_gradients(_flat(grads), _flat(sources), use_generic_names)
+        return tf.nest.pack_sequence_as(sources, reduced) if tf.nest.is_nested(sources) else reduced[0]
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Pairs of source and gradient: those of local sources, and the reduced ones."""
+        grads = self.gradient(target, sources, output_gradients, use_generic_names)
+        pairs = list(zip(sources, grads, strict=True))
+        local = self._reduce_gradients.is_local
+        return [pair for pair in pairs if local(pair[0])], [pair for pair in pairs if not local(pair[0])]
+
+
+def _flat(values: Any) -> list[Any]:
+    """The gradients or variables of a structure; a ``tf.IndexedSlices`` is one."""
+    return list(tf.nest.flatten(values))
+
+
+def DistributedGradientTape(  # noqa: N802 (a class to those who call it)
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wraps a ``tf.GradientTape`` so that ``gradient`` reduces the gradients over the ranks.
+
+        with tf.GradientTape() as tape:
+            loss = ...
+        grads = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+
+    The arguments are those of ``DistributedOptimizer``; ``register_local_source(variable)`` leaves the gradients of a
+    variable to each rank.
+
+    Raises:
+        ValueError: Options do not fit each other.
+    """
+    groups = _groups(num_groups, groups)
+    check_options(op, gradient_predivide_factor, groups)
+    reduce = Reducer(
+        "DistributedGradientTape",
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    return _DistributedTape(gradtape, reduce)
+
+
+def PartialDistributedGradientTape(  # noqa: N802 (a class to those who call it)
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Sequence[Any] | Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As ``DistributedGradientTape``, but leaves the gradients of some layers to each rank.
+
+    The arguments are those of ``DistributedGradientTape``; ``local_layers`` is a Keras layer, or several.
+
+    Raises:
+        ValueError: They are no layers, or options do not fit each other.
+    """
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    from horovod._keras import local_variables
+
+    for variable in local_variables(local_layers):
+        tape.register_local_source(variable)
+    return tape

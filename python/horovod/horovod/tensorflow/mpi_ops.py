@@ -1,0 +1,699 @@
+"""Horovod's collectives on TensorFlow tensors: eager, in a ``tf.function``, in TF1 graphs.
+
+    total = hvd.allreduce(gradient, op=hvd.Sum, name="layer1")
+    rows = hvd.allgather(tf.ones([hvd.rank() + 1, 3]))  # (sum of all ranks' rows, 3), on every rank
+    mine = hvd.alltoall(rows)
+
+Of all: tensors have any shape. The ranks of ``process_set`` must all make the call. They match it by ``name``, whatever
+else they run; without a name, in a graph by the name of the tensor, and else by the order of such calls.
+``grouped_*`` take a list of tensors and return a list. All have gradients, which are Horovod's: see each. Ops in a
+``tf.function`` start when their inputs are there.
+
+Reductions take integers of 8, 32 and 64 bits and floating-point numbers, also bfloat16; the others every type.
+``prescale_factor`` multiplies the input and ``postscale_factor`` the result: integers in float64, then truncated, and
+types of 16 bits in float32. ``ignore_name_scope`` has no effect: names are without scopes.
+
+Raises, of all, when the op runs (eager: at the call):
+    tf.errors.InvalidArgumentError: A wrong type, a name that is in use, bad splits, or this rank is not in the set.
+    tf.errors.FailedPreconditionError: The ranks differ; on every rank, and the next call works. Or ``shutdown`` was
+        called.
+    tf.errors.InternalError, tf.errors.DeadlineExceededError: A rank was lost, or missed the deadline.
+And when it is made, ValueError: the process set does not exist, or before ``init``.
+
+Thread rule: any thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+import dl_comm
+import dl_comm.tensorflow
+from horovod.common import _job
+from horovod.common import basics as _shared
+from horovod.common._calls import MATCHING, Call
+from horovod.common.basics import HorovodBasics
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+    size_of,
+)
+from horovod.common.util import get_average_backwards_compatibility_fun, num_rank_is_power_2
+from horovod.tensorflow.compression import Compression
+
+core: Any = dl_comm.tensorflow
+"""Whose overloads do not know lists of options."""
+_basics = HorovodBasics(__file__, "tensorflow")
+init, shutdown, is_initialized = _basics.init, _basics.shutdown, _basics.is_initialized
+start_timeline, stop_timeline = _basics.start_timeline, _basics.stop_timeline
+size, local_size, cross_size = _basics.size, _basics.local_size, _basics.cross_size
+rank, local_rank, cross_rank = _basics.rank, _basics.local_rank, _basics.cross_rank
+is_homogeneous = _basics.is_homogeneous
+mpi_threads_supported, mpi_enabled, mpi_built = _basics.mpi_threads_supported, _basics.mpi_enabled, _basics.mpi_built
+gloo_enabled, gloo_built, nccl_built = _basics.gloo_enabled, _basics.gloo_built, _basics.nccl_built
+ddl_built, ccl_built, cuda_built = _basics.ddl_built, _basics.ccl_built, _basics.cuda_built
+rocm_built = _basics.rocm_built
+Average, Sum, Adasum, Min, Max, Product = range(6)
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
+check_num_rank_power_of_2 = num_rank_is_power_2
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "ccl_built",
+    "check_num_rank_power_of_2",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "handle_average_backwards_compatibility",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "size_op",
+    "start_timeline",
+    "stop_timeline",
+]
+
+_OPERATORS = {Average: "mean", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
+_ERRORS = (
+    ((dl_comm.ArgumentError, dl_comm.DTypeError), tf.errors.InvalidArgumentError),
+    ((dl_comm.MismatchError, dl_comm.StateError), tf.errors.FailedPreconditionError),
+    (dl_comm.TimeoutError, tf.errors.DeadlineExceededError),
+    (dl_comm.CommError, tf.errors.InternalError),
+)
+Tensors = Sequence[Any]
+Options = Callable[..., dict[str, Any]]
+"""The core's options of a call; the argument is a suffix of its name."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _op(function: _Function) -> _Function:
+    """Leaves a function as it is in a ``tf.function``, which else rewrites it."""
+    marked: _Function = tf.autograph.experimental.do_not_convert(function)
+    return marked
+
+
+# What all collectives share.
+
+
+def _run(
+    kind: str,
+    given: Tensors,
+    name: str | None,
+    process_set: ProcessSet,
+    forward: Callable[..., Any],
+    gradient: Callable[..., Any],
+) -> list[Any]:
+    """Makes a collective.
+
+    Args:
+        kind: What begins its name.
+        given: What becomes the tensors.
+        name: The script's name, or None.
+        process_set: The ranks.
+        forward: Makes it: a function of the tensors and the core's options that returns a list.
+        gradient: A function of the gradients of the results and of a name: the gradients of the tensors.
+    """
+    number, job = process_set.process_set_id, _job.current()
+    tensors = [x if isinstance(x, tf.Tensor) else tf.convert_to_tensor(x) for x in given]
+    eager = tf.executing_eagerly()
+    size_of(number if number is not None else -1)  # raises if there is no such set
+    if number not in job.groups:
+        text = f"rank {job.rank} is not in process set {number}, which has the ranks {job.sets[number or 0]}"
+        if eager:
+            raise tf.errors.InvalidArgumentError(None, None, text)
+        with tf.control_dependencies([tf.debugging.Assert(False, [text])]):
+            return [tf.identity(x) for x in tensors]
+    inner = f"{name}.gradient" if name else None
+    if eager:
+        try:
+            call = Call(kind, name, process_set)
+        except ValueError as error:  # the name is in use
+            raise tf.errors.InvalidArgumentError(None, None, str(error)) from error
+        options: Options = call.options
+    else:
+        called, group = f"{kind}.{name or tensors[0].name}", job.groups[number]
+
+        def options(suffix: str = "") -> dict[str, Any]:
+            return {"group": group, "name": called + suffix, **MATCHING}
+
+    def differentiable(*inputs: tf.Tensor) -> Any:
+        return forward(list(inputs), options), lambda *grads: gradient(list(grads), inner)
+
+    try:
+        return list(tf.custom_gradient(differentiable)(*tensors))
+    except dl_comm.CommError as error:
+        raised = next(raised for known, raised in _ERRORS if isinstance(error, known))
+        raise raised(None, None, str(error)) from error
+    finally:
+        if eager:
+            call.end()
+
+
+def _root(root_rank: int, process_set: ProcessSet) -> int:
+    """The place of a rank of the job in a set; one that the core refuses if it is not in there."""
+    ranks = _job.current().sets.get(process_set.process_set_id or 0, [])
+    return ranks.index(root_rank) if root_rank in ranks else len(ranks)
+
+
+# Factors. The core has them for sums of floating-point numbers; all else is here.
+
+
+def _scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    if factor == 1.0:
+        return tensor
+    wide = tensor.dtype
+    if not wide.is_floating:
+        wide = tf.float64
+    elif wide.size == 2:
+        wide = tf.float32
+    return tf.cast(tf.cast(tensor, wide) * tf.constant(factor, wide), tensor.dtype)
+
+
+def _factors(
+    op: int, before: float, after: float, count: int, tensors: list[tf.Tensor]
+) -> tuple[str, dict[str, float], list[tf.Tensor], float]:
+    """Returns the core's operator and factors, the tensors to reduce, and the factor of the results."""
+    if op not in _OPERATORS:
+        raise ValueError(f"invalid op: {op!r} (expected hvd.Average, Sum, Adasum, Min, Max or Product)")
+    if before == 1.0 == after:
+        return _OPERATORS[op], {}, tensors, 1.0
+    if op == Average:
+        op, after = Sum, after / count
+    if op == Sum and all(tensor.dtype.is_floating for tensor in tensors):
+        return "sum", {"prescale": float(before), "postscale": float(after)}, tensors, 1.0
+    return _OPERATORS[op], {}, [_scale(tensor, before) for tensor in tensors], after
+
+
+# Allreduce.
+
+
+def _reduced(
+    kind: str, tensors: Tensors, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet
+) -> list[Any]:
+    def forward(x: list[tf.Tensor], options: Options) -> list[Any]:
+        operator, more, inputs, after = _factors(op, *factors, size_of(process_set.process_set_id or 0), x)
+        return [_scale(y, after) for y in core.allreduce(inputs, operator, **more, **options())]
+
+    def gradient(grads: list[Any], inner: str | None) -> list[Any]:
+        return _reduced(kind, grads, inner, op, factors, process_set)
+
+    return _run(kind, tensors, name, process_set, forward, gradient)
+
+
+def _refuse_sparse(op: int, factors: tuple[float, float]) -> None:
+    if op not in (Sum, Average):
+        raise NotImplementedError(
+            "tf.IndexedSlices have the operators hvd.Average and hvd.Sum only; sparse_as_dense=True has all"
+        )
+    if factors != (1.0, 1.0):
+        raise NotImplementedError("tf.IndexedSlices have no factors; sparse_as_dense=True has them")
+
+
+def _reduced_slices(
+    slices: list[tf.IndexedSlices], name: str | None, op: int, process_set: ProcessSet
+) -> list[tf.IndexedSlices]:
+    values = grouped_allgather([each.values for each in slices], name and f"{name}.values", False, process_set)
+    indices = grouped_allgather([each.indices for each in slices], name and f"{name}.indices", False, process_set)
+    if op == Average:
+        values = [each / tf.cast(process_set.size(), each.dtype) for each in values]
+    shapes = [each.dense_shape for each in slices]
+    return [tf.IndexedSlices(*each) for each in zip(values, indices, shapes, strict=True)]
+
+
+@_op
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Returns the reduction of a tensor over the ranks.
+
+    The gradient is reduced by the same operator and factors.
+
+    Args:
+        tensor: Of the same shape and type on all ranks. Sums and averages of ``tf.IndexedSlices`` are those of all
+            ranks, joined.
+        average: Deprecated: True for Average, False for Sum.
+        device_dense: Where the op of a tensor runs.
+        device_sparse: Where those of ``tf.IndexedSlices`` run.
+        compression: How the values travel.
+        op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        prescale_factor: A factor of the input.
+        postscale_factor: A factor of the result.
+        name: What the ranks match.
+        process_set: The ranks.
+        ignore_name_scope: Not used.
+
+    Raises:
+        NotImplementedError: Factors or another operator for ``tf.IndexedSlices``.
+    """
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    devices = {"device_dense": device_dense, "device_sparse": device_sparse, "compression": compression}
+    options = {"op": op, "process_set": process_set, "name": name, **factors, **devices}
+    return _grouped_allreduce("allreduce", [tensor], average, **options)[0]
+
+
+@_op
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """Returns the reductions of a list of tensors, as one call; as ``allreduce``."""
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    devices = {"device_dense": device_dense, "device_sparse": device_sparse, "compression": compression}
+    options = {"op": op, "process_set": process_set, "name": name, **factors, **devices}
+    return _grouped_allreduce("grouped_allreduce", tensors, average, **options)
+
+
+def _grouped_allreduce(
+    kind: str,
+    tensors: Tensors,
+    average: bool | None,
+    *,
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,
+    op: int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    name: str | None,
+) -> list[Any]:
+    op, factors = handle_average_backwards_compatibility(op, average), (prescale_factor, postscale_factor)
+    results = list(tensors)
+    sparse = [i for i, x in enumerate(results) if isinstance(x, tf.IndexedSlices)]
+    dense = [i for i, x in enumerate(results) if i not in sparse]
+    if sparse:
+        _refuse_sparse(op, factors)
+        with tf.device(device_sparse):
+            for i, y in zip(sparse, _reduced_slices([results[i] for i in sparse], name, op, process_set), strict=True):
+                results[i] = y
+    if dense:
+        with tf.device(device_dense):
+            small = [compression.compress(tf.convert_to_tensor(results[i])) for i in dense]
+            reduced = _reduced(kind, [x for x, _ in small], name, op, factors, process_set)
+            for i, y, (_, context) in zip(dense, reduced, small, strict=True):
+                results[i] = compression.decompress(y, context)
+    return results
+
+
+# All-gather: the ranks first exchange the lengths of the first axes.
+
+
+def _gathered(kind: str, tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[Any]:
+    extents: list[tf.Tensor] = []
+    shapes: list[tf.Tensor] = []
+
+    def forward(x: list[tf.Tensor], options: Options) -> list[Any]:
+        with tf.device("CPU:0"):
+            shapes.extend(tf.shape(each, tf.int64) for each in x)
+            own = [tf.concat([shape, [1]], 0)[0] for shape in shapes]
+            rows = core.all_gather([tf.stack(own)[tf.newaxis]], **options(": extents"))[0]
+            extents.extend(tf.unstack(rows, num=len(x), axis=1))
+        return [
+            core.all_gather([each], counts=count, **options(f".{i}" if i else ""))[0]
+            for i, (each, count) in enumerate(zip(x, extents, strict=True))
+        ]
+
+    def gradient(grads: list[Any], inner: str | None) -> list[Any]:
+        means = _reduced(f"{kind}.gradient", grads, inner, Average, (1.0, 1.0), process_set)
+        place = int(_job.group_of(process_set.process_set_id).rank)
+        return [
+            tf.reshape(tf.split(mean, count, num=size_of(process_set.process_set_id or 0))[place], shape)
+            for mean, count, shape in zip(means, extents, shapes, strict=True)
+        ]
+
+    return _run(kind, tensors, name, process_set, forward, gradient)
+
+
+@_op
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Returns the tensors of all ranks, joined along the first axis in the order of the ranks.
+
+    The gradient is this rank's rows of the *average* of the ranks' gradients.
+
+    Args:
+        tensor: Of the shape ``(n, *rest)``; ``n`` may differ between ranks.
+        name: What the ranks match.
+        ignore_name_scope: Not used.
+        process_set: The ranks.
+
+    Returns:
+        A new tensor of the shape ``(sum of n, *rest)``.
+    """
+    return _gathered("allgather", [tensor], name, process_set)[0]
+
+
+@_op
+def grouped_allgather(
+    tensors: Tensors,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Gathers a list of tensors, as ``allgather``."""
+    return _gathered("grouped_allgather", tensors, name, process_set)
+
+
+# Broadcast.
+
+
+@_op
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Returns the tensor of one rank.
+
+    The gradient on the root is the *average* of the ranks' gradients, and zero on the others.
+
+    Args:
+        tensor: Of the same shape and type on all ranks.
+        root_rank: The rank that has the values: of the job, also in a process set.
+        name: What the ranks match.
+        ignore_name_scope: Not used.
+        process_set: The ranks.
+    """
+    return _broadcast("broadcast", [tensor], root_rank, name, process_set)[0]
+
+
+def _broadcast(
+    kind: str, tensors: Tensors, root_rank: int, name: str | None, process_set: ProcessSet
+) -> list[tf.Tensor]:
+    root = _root(root_rank, process_set)
+
+    def gradient(grads: list[Any], inner: str | None) -> list[Any]:
+        means = _reduced(f"{kind}.gradient", grads, inner, Average, (1.0, 1.0), process_set)
+        return means if rank() == root_rank else [tf.zeros_like(mean) for mean in means]
+
+    return _run(
+        kind,
+        tensors,
+        name,
+        process_set,
+        lambda x, options: core.broadcast(x, root, in_place=False, **options()),
+        gradient,
+    )
+
+
+@_op
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Replaces the values of variables by those of one rank, as one call. Not differentiable.
+
+    Args:
+        variables: Those of TensorFlow or Keras, of the same shapes and types on all ranks, in the same order.
+        root_rank: The rank that has the values: of the job, also in a process set.
+        name: What the ranks match.
+        process_set: The ranks.
+
+    Returns:
+        The new values; in a graph, tensors that depend on the assignment.
+    """
+    listed = list(variables)
+    if not listed:
+        return []
+    values = _broadcast("broadcast_", listed, root_rank, name or "variables", process_set)
+    done = [variable.assign(value) for variable, value in zip(listed, values, strict=True)]
+    if tf.executing_eagerly():
+        return [tf.convert_to_tensor(variable) for variable in listed]
+    with tf.control_dependencies([each for each in done if each is not None]):
+        return [tf.identity(value) for value in values]
+
+
+# All-to-all: the ranks first exchange how many rows each gets.
+
+
+@_op
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends rows of a tensor to every rank, and returns those from every rank.
+
+    The gradient goes back to where its rows came from.
+
+    Args:
+        tensor: Of the shape ``(n, *rest)``; ``n`` may differ between ranks.
+        splits: How many rows each rank gets, in the order of the ranks: integers; their sum is at most ``n``. None: as
+            many each.
+        name: What the ranks match.
+        ignore_name_scope: Not used.
+        process_set: The ranks.
+
+    Returns:
+        The rows, in the order of the ranks that sent them. With ``splits`` also how many came from each: int32.
+    """
+    counts: list[tf.Tensor] = []
+    count = size_of(process_set.process_set_id if process_set.process_set_id is not None else -1)
+    wanted = None if splits is None else tf.convert_to_tensor(splits)
+
+    def forward(x: list[tf.Tensor], options: Options) -> list[Any]:
+        (rows,) = x
+        with tf.device("CPU:0"):
+            extent = tf.shape(rows, tf.int64)[0] if rows.shape.rank != 0 else tf.constant(-1, tf.int64)
+            sent = tf.fill([count], extent // count) if wanted is None else tf.cast(wanted, tf.int64)
+            if wanted is not None:
+                total = tf.reduce_sum(sent)
+                rows = rows[: tf.minimum(total, extent)]
+            received = core.all_to_all(sent, **options(": counts"))
+            counts.extend((sent, received))
+        return [core.all_to_all([rows], send_counts=sent, receive_counts=received, **options())[0]]
+
+    given = tf.convert_to_tensor(tensor)
+
+    def gradient(grads: list[Any], inner: str | None) -> list[Any]:
+        back, _ = alltoall(grads[0], counts[1], inner, process_set=process_set)
+        missing = tf.concat([tf.shape(given)[:1] - tf.shape(back)[:1], tf.shape(given)[1:]], 0)
+        return [tf.concat([back, tf.zeros(missing, back.dtype)], 0)]  # zeros for rows that were not sent
+
+    result = _run("alltoall", [given], name, process_set, forward, gradient)[0]
+    if splits is None:
+        return result
+    return result, tf.cast(counts[1], tf.int32) if counts else tf.identity(wanted)
+
+
+# Reduce-scatter: the first ranks get one row more.
+
+
+def _scattered(
+    kind: str, tensors: Tensors, name: str | None, op: int, process_set: ProcessSet, factors: tuple[float, float]
+) -> list[Any]:
+    count = size_of(process_set.process_set_id if process_set.process_set_id is not None else -1)
+    if op not in (Average, Sum):
+        raise NotImplementedError("reducescatter has the operators hvd.Average and hvd.Sum only")
+
+    def forward(x: list[tf.Tensor], options: Options) -> list[Any]:
+        operator, more, inputs, after = _factors(op, *factors, count, x)
+        blocks = []
+        for i, each in enumerate(inputs):
+            if each.shape.rank == 0:
+                raise dl_comm.ArgumentError("reducescatter takes tensors with at least one axis")
+            with tf.device("CPU:0"):
+                rows = tf.shape(each, tf.int64)[0]
+                counts = rows // count + tf.cast(tf.range(count, dtype=tf.int64) < rows % count, tf.int64)
+            block = core.reduce_scatter([each], operator, counts=counts, **more, **options(f".{i}" if i else ""))
+            blocks.append(_scale(block[0], after))
+        return blocks
+
+    def gradient(grads: list[Any], inner: str | None) -> list[Any]:
+        factor = (count if op == Sum else 1) * factors[0] * factors[1]
+        return _gathered(f"{kind}.gradient", [_scale(each, factor) for each in grads], inner, process_set)
+
+    return _run(kind, tensors, name, process_set, forward, gradient)
+
+
+@_op
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    """Returns this rank's rows of the reduction of a tensor over the ranks.
+
+    The gradients are gathered, multiplied by the number of ranks for Sum, and by the factors; for Average they are not
+    divided.
+
+    Args:
+        tensor: Of the shape ``(n, *rest)``, the same on all ranks. If ``n`` is no multiple of the number of ranks, the
+            first ranks get one row more.
+        device_dense: Where the op runs.
+        compression: How the values travel.
+        op: ``Average`` or ``Sum``.
+        name: What the ranks match.
+        process_set: The ranks.
+        ignore_name_scope: Not used.
+        prescale_factor: A factor of the input.
+        postscale_factor: A factor of the result.
+
+    Raises:
+        NotImplementedError: Another operator.
+    """
+    with tf.device(device_dense):
+        small, context = compression.compress(tf.convert_to_tensor(tensor))
+        factors = prescale_factor, postscale_factor
+        found = _scattered("reducescatter", [small], name, op, process_set, factors)
+        return compression.decompress(found[0], context)
+
+
+@_op
+def grouped_reducescatter(
+    tensors: Tensors,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[tf.Tensor]:
+    """Reduces and scatters a list of tensors, as ``reducescatter``."""
+    if not tensors:
+        return []
+    with tf.device(device_dense):
+        small = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+        factors = prescale_factor, postscale_factor
+        found = _scattered("grouped_reducescatter", [x for x, _ in small], None, op, process_set, factors)
+        return [compression.decompress(y, context) for y, (_, context) in zip(found, small, strict=True)]
+
+
+# Numbers that a graph reads when it runs.
+
+
+@_op
+def _number(value: Callable[[], int], name: str | None = None) -> tf.Tensor:
+    if tf.executing_eagerly():
+        return tf.constant(value(), tf.int32)
+    found = tf.numpy_function(lambda: np.int32(value()), [], tf.int32, name=name)
+    found.set_shape(())
+    return found
+
+
+def join() -> tf.Tensor:
+    """Contributes zeros to the other ranks' sums and averages until all ranks have joined. Collective.
+
+    For ranks with less data than others. Until then the other ranks' minima, maxima, products, Adasum, and other
+    collectives raise FailedPreconditionError.
+
+    Returns:
+        The rank that joined last, in a graph when it runs: int32.
+    """
+    return _number(_shared.join)
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """The rank of this process when the op runs: int32. ``name``: that of the op."""
+    return _number(rank, name)
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """The number of this rank among those of its host when the op runs: int32. ``name``: that of the op."""
+    return _number(local_rank, name)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """The number of ranks of a process set when the op runs: int32. ``name``: that of the op."""
+    return _number(functools.partial(size_of, process_set_id), name)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """The number of ranks on this host when the op runs: int32. ``name``: that of the op."""
+    return _number(local_size, name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Whether this rank is in a process set when the op runs, as int32. ``name``: that of the op.
+
+    Returns:
+        1 or 0; -1 before ``init``; -3 if there is no such set.
+    """
+
+    def value() -> int:
+        if not is_initialized():
+            return -1
+        ranks = _job.current().sets.get(process_set_id)
+        return -3 if ranks is None else int(rank() in ranks)
+
+    return _number(value, name)
