@@ -369,7 +369,11 @@ def _gathered(kind: str, tensors: Tensors, name: str | None, process_set: Proces
     def forward(x: list[tf.Tensor], options: Options) -> list[Any]:
         with tf.device("CPU:0"):
             shapes.extend(tf.shape(each, tf.int64) for each in x)
-            own = [tf.concat([shape, [1]], 0)[0] for shape in shapes]
+            # A scalar is one row.
+            own = [
+                shape[0] if each.shape.rank else tf.concat([shape, [1]], 0)[0]
+                for each, shape in zip(x, shapes, strict=True)
+            ]
             rows = core.all_gather([tf.stack(own)[tf.newaxis]], **options(": extents"))[0]
             extents.extend(tf.unstack(rows, num=len(x), axis=1))
         return [
