@@ -189,7 +189,6 @@ class GroupKernel : public CollectiveKernel {
     start_collective(call, list.views(), list.shapes(), std::move(completion));
   }
 
-  bool by_name_ = false;
   int32_t collective_ = 0;
   int64_t group_ = 0;
   int32_t root_ = 0;

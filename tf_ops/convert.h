@@ -59,16 +59,17 @@ inline void add(ViewList& list, const tensorflow::Tensor& input, const tensorflo
 }
 
 // The status for a nonzero DL_COMM_ERROR_* code of dl_comm.h. A lost peer is an internal error: on "unavailable" or
-// "aborted", a MonitoredSession would create new sessions forever, although the peer never returns. Calls that differ
-// are no invalid argument: each is right by itself.
-inline absl::Status to_status(int32_t code, absl::string_view message) {
+// "aborted", a MonitoredSession would create new sessions forever, although the peer never returns. Calls by name that
+// differ are no invalid argument: each is right by itself.
+inline absl::Status to_status(int32_t code, absl::string_view message, bool by_name = false) {
   const std::string text = error_text(code, {message.data(), message.size()});
   switch (code) {
     case DL_COMM_ERROR_INVALID:
     case DL_COMM_ERROR_DTYPE:
       return absl::InvalidArgumentError(text);
-    case DL_COMM_ERROR_STATE:
     case DL_COMM_ERROR_MISMATCH:
+      return by_name ? absl::FailedPreconditionError(text) : absl::InvalidArgumentError(text);
+    case DL_COMM_ERROR_STATE:
       return absl::FailedPreconditionError(text);
     case DL_COMM_ERROR_TIMEOUT:
       return absl::DeadlineExceededError(text);

@@ -54,12 +54,13 @@ class TensorResults final : public ResultBuffer {
 // Completes one kernel run. The context is valid until `done`.
 class KernelCompletion final : public Completion {
  public:
-  KernelCompletion(OpKernelContext* context, AsyncOpKernel::DoneCallback done, std::shared_ptr<TensorResults> own)
-      : context_(context), done_(std::move(done)), own_(std::move(own)) {}
+  KernelCompletion(OpKernelContext* context, AsyncOpKernel::DoneCallback done, std::shared_ptr<TensorResults> own,
+                   bool by_name)
+      : context_(context), done_(std::move(done)), own_(std::move(own)), by_name_(by_name) {}
 
   void done(int32_t code, rust::Str message, std::shared_ptr<ResultBuffer> results) const noexcept override {
     if (code != 0) {
-      context_->SetStatus(to_status(code, absl::string_view(message.data(), message.size())));
+      context_->SetStatus(to_status(code, absl::string_view(message.data(), message.size()), by_name_));
     } else {
       // `owner_type` excludes other libraries' results. Moving gives TensorFlow the only references, so later ops may
       // work in place.
@@ -73,6 +74,7 @@ class KernelCompletion final : public Completion {
   OpKernelContext* context_;
   AsyncOpKernel::DoneCallback done_;
   std::shared_ptr<TensorResults> own_;
+  bool by_name_;
 };
 
 // The suffix of a call's name in a loop; empty outside of loops. A session may run iterations of a loop concurrently,
@@ -124,7 +126,7 @@ class CollectiveKernel : public AsyncOpKernel {
     results->outputs.resize(context->num_outputs());
     OP_REQUIRES_OK_ASYNC(context, status_of([&] { return prepare(context, on_host, list, results->outputs); }), done);
     const std::string instance = iteration(context->frame_iter());
-    auto completion = std::make_unique<KernelCompletion>(context, std::move(done), results);
+    auto completion = std::make_unique<KernelCompletion>(context, std::move(done), results, by_name_);
     // The core combines results of several calls in host memory only; it refuses GPU calls that would need it.
     submit(target, instance, list, std::move(completion), on_host ? std::move(results) : nullptr);
   }
@@ -180,6 +182,7 @@ class CollectiveKernel : public AsyncOpKernel {
   std::string labels_;
   bool caller_blocks_ = false;
   double timeout_ = -1;
+  bool by_name_ = false;
 };
 
 #ifdef DL_COMM_TF_GPU

@@ -7,9 +7,9 @@ use these ops. `get_rank`, `get_nranks`, `local_rank` and `DistributedOptimizer`
 script works right after the import.
 
 Eager calls raise the errors of dl_comm. A graph (a `tf.function`, a session, `model.fit`) raises `tf.errors` with the
-same text, from which `dl_comm.error_of` makes the error of dl_comm: InvalidArgumentError, FailedPreconditionError
-(not initialized, or calls that differ between ranks), DeadlineExceededError, ResourceExhaustedError, and InternalError
-(for example a lost rank).
+same text, from which `dl_comm.error_of` makes the error of dl_comm: InvalidArgumentError (invalid arguments, or calls
+that differ between ranks), FailedPreconditionError (not initialized, or calls by name that differ),
+DeadlineExceededError, ResourceExhaustedError, and InternalError (for example a lost rank).
 
 Thread rule: any thread may call everything. The ops block no TensorFlow thread while they wait for other ranks. All
 ranks issue the same calls of a team; the core matches them by signature. Teams are independent.
