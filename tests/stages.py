@@ -127,6 +127,13 @@ STAGES = [
     *(distributed(ranks) for ranks in (2, 3, 1)),
     Stage("torch.distributed: programs", programs("tests/c10d", 2), BUILT),
     Stage("faults", programs("tests/faults", 2), BUILT),
-    Stage("Horovod on 2", ["python", "tests/launch.py", "2", "400", *pytest("-x", "tests/horovod/ranks")], BUILT),
+    *(
+        Stage(
+            f"Horovod: {name} on 2",
+            ["python", "tests/launch.py", "2", "400", *pytest("-x", f"tests/horovod/{path}")],
+            BUILT,
+        )
+        for name, path in (("torch", "ranks"), ("TensorFlow", "ranks_tensorflow"))
+    ),
     Stage("Horovod: programs", programs("tests/horovod/programs", 2), BUILT),
 ]
