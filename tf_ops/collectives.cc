@@ -93,9 +93,8 @@ settings: Text as in settings.h, with these numbers:
   root: The rank of the group that has the values, or gets the results.
   prescale: A factor of the inputs, of the operator DL_COMM_SCALED_SUM.
   postscale: A factor of the sum.
-  caller_blocks: As for DlCommGradients.
+  flags: 1: as caller_blocks of DlCommGradients; 2: the call matches that of its name, wherever the ranks make it.
   timeout: The deadline in seconds; 0: no limit; negative: the group's.
-  by_name: Whether the call matches that of its name, wherever the ranks make it.
 )doc");
 
 REGISTER_OP("DlCommBlockCollective")
@@ -153,7 +152,9 @@ class GroupKernel : public CollectiveKernel {
  public:
   explicit GroupKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
     OP_REQUIRES_OK(context, read_settings(context, call_name_, labels_, collective_, reduce_, group_, root_, prescale_,
-                                          postscale_, caller_blocks_, timeout_, by_name_));
+                                          postscale_, flags_, timeout_));
+    caller_blocks_ = (flags_ & 1) != 0;
+    by_name_ = (flags_ & 2) != 0;
   }
 
  protected:
@@ -189,6 +190,7 @@ class GroupKernel : public CollectiveKernel {
     start_collective(call, list.views(), list.shapes(), std::move(completion));
   }
 
+  int32_t flags_ = 0;
   int32_t collective_ = 0;
   int64_t group_ = 0;
   int32_t root_ = 0;

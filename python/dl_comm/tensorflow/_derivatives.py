@@ -49,9 +49,9 @@ class _Backward:
             for i, y in zip(self.indices, self.y, strict=True)
         ]
         if op.type == _PLAIN_BROADCAST:  # to all ranks
-            numbers = [Broadcast.code, _SUM, 0, numbers[0], *NO_FACTORS, *numbers[1:], 0]
+            numbers = [Broadcast.code, _SUM, 0, numbers[0], *NO_FACTORS, *numbers[1:]]
         self.code, self.operator, self.group, self.root = map(int, numbers[:4])
-        self.factors, self.timeout, self.by_name = (numbers[4], numbers[5]), numbers[-2], bool(numbers[-1])
+        self.factors, self.timeout, self.by_name = (numbers[4], numbers[5]), numbers[7], bool(int(numbers[6]) & 2)
         self.counts = list(op.inputs[self.outputs :])
 
     def call(

@@ -270,7 +270,7 @@ def collective(
         refuse_xla()
         name = call_name(name, f"group {group}")
     order, names = order_of(named, eager)
-    text = settings(name, names, code, operator, group, root, factors[0], factors[1], eager, timeout, by_name)
+    text = settings(name, names, code, operator, group, root, factors[0], factors[1], eager + 2 * by_name, timeout)
     on_host = operator == ADASUM
     op, more = ("dl_comm_collective", ()) if code in _LIKE_INPUTS else ("dl_comm_block_collective", (counts,))
 
