@@ -244,7 +244,7 @@ def equal_on_all_ranks(tensors: Any, *, group: Group | None = None) -> bool:
         The same on every rank. Arrays of other shapes or element types are not equal.
 
     Raises:
-        ArgumentError: The list is empty or contains None, or a tensor is not dense.
+        ArgumentError: The list is empty or contains None or a masked array, or a tensor is not dense.
         DTypeError: An entry is no array or tensor.
         MismatchError: The ranks issued different collectives.
         StateError: ``init`` was not called, or ``finalize`` was.
@@ -252,6 +252,7 @@ def equal_on_all_ranks(tensors: Any, *, group: Group | None = None) -> bool:
     members = given_group(group)
     with failing_together("equal_on_all_ranks", members):
         given = [tensors] if is_single(tensors) else listed(tensors, "equal_on_all_ranks")
+        _refuse_masked(given)
         digest = hashlib.blake2b(b"".join(map(_mark, given)), digest_size=32).digest()
     own = np.frombuffer(digest, np.uint8)[None]
     found = all_gather(own, group=members, name="equal_on_all_ranks")

@@ -114,7 +114,8 @@ def test_equal_on_all_ranks(framework: Framework, rank: int, size: int) -> None:
         if pair is not None:
             assert pair.equal_on_all_ranks(make(x + rank)) is False
             assert pair.equal_on_all_ranks(make(x)) is True
-    for wrong in ([], [None], object(), [object()]):
+    masked = np.ma.masked_array(x, x > 3)
+    for wrong in ([], [None], object(), [object()], masked, [masked]):
         with pytest.raises(mc.CommError):
             mc.equal_on_all_ranks(wrong)
     assert mc.equal_on_all_ranks(make(x)) is True
