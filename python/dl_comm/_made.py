@@ -5,12 +5,13 @@ Needs neither the core nor a framework. Thread rule: any thread.
 
 from __future__ import annotations
 
+import functools
 import linecache
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
-from dl_comm._table import COMMON, OPTIONS, Call, Option, Send
+from dl_comm._table import COMMON, OPTIONS, Call, Option
 
 _Call = TypeVar("_Call", bound=Call)
 
@@ -44,11 +45,7 @@ class Variant(NamedTuple):
 
     def option(self, call: type[Call], name: str) -> Option:
         """The type, default and text of an argument."""
-        found = self.more.get(name) or OPTIONS.get(name) or OPTIONS["x"]
-        if name == "tag" and call is Send:
-            found = OPTIONS["send_tag"]
-        if name == "out" and "out" in call.positional:
-            found = OPTIONS["x"]
+        found = self.more.get(name) or call.own.get(name) or OPTIONS[name]
         return found._replace(text=self.texts.get(name) or call.texts.get(name) or found.text)
 
 
@@ -88,6 +85,7 @@ def example_of(call: type[Call], variant: Variant = _AS_IN_THE_TABLE) -> str:
     return "\n".join(line for line in lines if not any(f"{name}=" in line for name in variant.without))
 
 
+@functools.cache  # the bindings have the same texts
 def _filled(text: str, indent: int = 0, more: int = 8) -> str:
     following = " " * more if indent else ""
     return textwrap.fill(

@@ -55,8 +55,10 @@ class Option(NamedTuple):
     text: str
 
 
+_GIVEN = Option("Any", "", "")
 OPTIONS = {
-    "x": Option("Any", "", ""),
+    "x": _GIVEN,
+    "tensors": _GIVEN,
     "op": Option(
         "Operator",
         "'sum'",
@@ -137,6 +139,8 @@ class Call:
     keywords: ClassVar[tuple[str, ...]]
     summary: ClassVar[str]
     """Its first sentence is the first line of the documentation."""
+    own: ClassVar[Mapping[str, Option]] = {}
+    """Arguments that have another type or default here than in ``OPTIONS``."""
     texts: ClassVar[Mapping[str, str]] = {}
     """Of the arguments that mean something of their own here."""
     returns: ClassVar[str]
@@ -533,6 +537,7 @@ class Send(Call):
         "Sends arrays to rank ``dest`` of the group. Short messages do not wait for the receiver; longer ones until it "
         "has them."
     )
+    own = {"tag": OPTIONS["send_tag"]}
     texts = {
         **_MESSAGE,
         "x": "An array or tensor of any shape, a number, or a list of arrays, which are one message.",
@@ -560,6 +565,7 @@ class Recv(Call):
     positional = ("out", "source", "tag")
     keywords = Send.keywords
     summary = "Receives a message into arrays."
+    own = {"out": _GIVEN}
     texts = {
         **_MESSAGE,
         "out": "A contiguous array or tensor, or a list of them. Types are those that were sent. A shorter message "
@@ -592,6 +598,7 @@ class SendRecv(Call):
     positional = ("x", "dest", "out", "source")
     keywords = ("send_tag", "recv_tag", "group", "name", "timeout")
     summary = "Sends ``x`` to rank ``dest`` and receives into ``out`` at the same time."
+    own = {"out": _GIVEN}
     texts = {**_MESSAGE, "x": Send.texts["x"], "out": Recv.texts["out"]}
     returns = "A ``Status`` of the message received: source, tag and length in bytes."
     example = """
