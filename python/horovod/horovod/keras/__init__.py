@@ -18,8 +18,10 @@ import warnings
 from typing import Any
 
 from horovod import _keras as _shared
+from horovod.common import _names
+from horovod.common._names import *  # noqa: F403 (its __all__)
+from horovod.common._names import ProcessSet, global_process_set
 from horovod.common.basics import HorovodBasics
-from horovod.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horovod.keras import callbacks, elastic
 
 Compression: Any
@@ -29,56 +31,24 @@ else:
     from horovod.tensorflow.compression import Compression
 
 _basics = HorovodBasics(__file__, "tensorflow")
-init, shutdown, is_initialized = _basics.init, _basics.shutdown, _basics.is_initialized
-start_timeline, stop_timeline = _basics.start_timeline, _basics.stop_timeline
-size, local_size, cross_size = _basics.size, _basics.local_size, _basics.cross_size
-rank, local_rank, cross_rank = _basics.rank, _basics.local_rank, _basics.cross_rank
-mpi_threads_supported, mpi_enabled, mpi_built = _basics.mpi_threads_supported, _basics.mpi_enabled, _basics.mpi_built
-gloo_enabled, gloo_built, nccl_built = _basics.gloo_enabled, _basics.gloo_built, _basics.nccl_built
-ddl_built, ccl_built, cuda_built = _basics.ddl_built, _basics.ccl_built, _basics.cuda_built
-rocm_built = _basics.rocm_built
 Average, Sum, Adasum = range(3)
 
 __all__ = [
+    *_names.__all__,
     "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
     "PartialDistributedOptimizer",
-    "ProcessSet",
     "Sum",
-    "add_process_set",
     "allgather",
     "allreduce",
     "broadcast",
     "broadcast_global_variables",
     "callbacks",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_initialized",
     "load_model",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
 
 

@@ -34,88 +34,52 @@ import tensorflow as tf
 
 import dl_comm
 import dl_comm.tensorflow
-from horovod.common import _job
+from horovod.common import _job, _names
 from horovod.common import basics as _shared
 from horovod.common._calls import MATCHING, Call
+from horovod.common._names import *  # noqa: F403 (its __all__)
+from horovod.common._names import ProcessSet, global_process_set, is_initialized, local_rank, local_size, rank
 from horovod.common.basics import HorovodBasics
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-    size_of,
-)
+from horovod.common.process_sets import size_of
 from horovod.common.util import get_average_backwards_compatibility_fun, num_rank_is_power_2
 from horovod.tensorflow.compression import Compression
 
 core: Any = dl_comm.tensorflow
 """Whose overloads do not know lists of options."""
 _basics = HorovodBasics(__file__, "tensorflow")
-init, shutdown, is_initialized = _basics.init, _basics.shutdown, _basics.is_initialized
-start_timeline, stop_timeline = _basics.start_timeline, _basics.stop_timeline
-size, local_size, cross_size = _basics.size, _basics.local_size, _basics.cross_size
-rank, local_rank, cross_rank = _basics.rank, _basics.local_rank, _basics.cross_rank
 is_homogeneous = _basics.is_homogeneous
-mpi_threads_supported, mpi_enabled, mpi_built = _basics.mpi_threads_supported, _basics.mpi_enabled, _basics.mpi_built
-gloo_enabled, gloo_built, nccl_built = _basics.gloo_enabled, _basics.gloo_built, _basics.nccl_built
-ddl_built, ccl_built, cuda_built = _basics.ddl_built, _basics.ccl_built, _basics.cuda_built
-rocm_built = _basics.rocm_built
 Average, Sum, Adasum, Min, Max, Product = range(6)
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
 check_num_rank_power_of_2 = num_rank_is_power_2
 
 __all__ = [
+    *_names.__all__,
     "Adasum",
     "Average",
     "HorovodInternalError",
     "Max",
     "Min",
-    "ProcessSet",
     "Product",
     "Sum",
-    "add_process_set",
     "allgather",
     "allreduce",
     "alltoall",
     "broadcast",
     "broadcast_",
-    "ccl_built",
     "check_num_rank_power_of_2",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
     "handle_average_backwards_compatibility",
-    "init",
     "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
     "local_rank_op",
-    "local_size",
     "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "process_set_included_op",
-    "rank",
     "rank_op",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
     "size_op",
-    "start_timeline",
-    "stop_timeline",
 ]
 
 _OPERATORS = {Average: "mean", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}

@@ -25,11 +25,12 @@ Thread rule: any thread may make calls, poll and synchronize. No function holds 
 
 from __future__ import annotations
 
+from horovod.common import _names
 from horovod.common import basics as _shared
 from horovod.common._calls import poll, synchronize
+from horovod.common._names import *  # noqa: F403 (its __all__)
 from horovod.common.basics import HorovodBasics, barrier
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horovod.torch._allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from horovod.torch._allreduce import (
     allreduce,
@@ -54,30 +55,17 @@ from horovod.torch._reducescatter import (
 from horovod.torch._sparse import sparse_allreduce_async
 
 _basics = HorovodBasics(__file__, "torch")
-init, shutdown, is_initialized = _basics.init, _basics.shutdown, _basics.is_initialized
-start_timeline, stop_timeline = _basics.start_timeline, _basics.stop_timeline
-size, local_size, cross_size = _basics.size, _basics.local_size, _basics.cross_size
-rank, local_rank, cross_rank = _basics.rank, _basics.local_rank, _basics.cross_rank
 is_homogeneous = _basics.is_homogeneous
-mpi_threads_supported, mpi_enabled, mpi_built = _basics.mpi_threads_supported, _basics.mpi_enabled, _basics.mpi_built
-gloo_enabled, gloo_built, nccl_built = _basics.gloo_enabled, _basics.gloo_built, _basics.nccl_built
-ddl_built, ccl_built, cuda_built, rocm_built = (
-    _basics.ddl_built,
-    _basics.ccl_built,
-    _basics.cuda_built,
-    _basics.rocm_built,
-)
 
 __all__ = [
+    *_names.__all__,
     "Adasum",
     "Average",
     "HorovodInternalError",
     "Max",
     "Min",
-    "ProcessSet",
     "Product",
     "Sum",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -91,14 +79,6 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -108,27 +88,12 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "handle_average_backwards_compatibility",
-    "init",
     "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
     "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
 ]
 
