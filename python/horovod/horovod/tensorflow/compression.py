@@ -9,33 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.compression import Compressor, NoneCompressor
 
-class Compressor:
-    """The interface; a script may pass a class of its own."""
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Returns the tensor to reduce, and what ``decompress`` needs."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """Returns the reduced tensor in its original type."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """No compression."""
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Returns the tensor itself."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """Returns the tensor itself."""
-        return tensor
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class _Cast(Compressor):
