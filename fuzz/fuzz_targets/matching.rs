@@ -3,7 +3,7 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use dl_comm_core::collective::matching::{Age, Kind, Outlook, PendingCall, PendingCalls, Reconciliation, decide};
+use dl_comm_core::collective::matching::{Age, Kind, FurtherCalls, PendingCall, PendingCalls, Reconciliation, decide};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
@@ -31,8 +31,8 @@ impl Rank {
 
     /// The list that the other ranks receive.
     fn list(&self) -> PendingCalls {
-        let outlook = if self.future.is_empty() { Outlook::Settled } else { Outlook::Open };
-        PendingCalls { calls: self.waiting.clone(), outlook, quiet: self.future.is_empty() }
+        let further_calls = if self.future.is_empty() { FurtherCalls::Settled } else { FurtherCalls::Open };
+        PendingCalls { calls: self.waiting.clone(), further_calls, quiet: self.future.is_empty() }
     }
 
     /// Runs the calls in `order`.

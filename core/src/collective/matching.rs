@@ -17,7 +17,7 @@
 //! rank's call:
 //! - early, if all ranks have a call of one name but with different contents: by name at once, others after a while
 //!   ([`Age::Conflicting`]), because they may match in another order;
-//! - if no rank expects further calls ([`Outlook::Settled`]), or a call that does not match by name has waited too long
+//! - if no rank expects further calls ([`FurtherCalls::Settled`]), or a call that does not match by name has waited too long
 //!   ([`Age::Expired`]): the oldest of these on each rank, or else one name. A rank drops a call by name at its deadline,
 //!   without the others.
 //!
@@ -37,7 +37,7 @@ use serde::{Deserialize, Serialize};
 
 use super::common_calls::{Found, conflict, find};
 use super::pending_calls::MAX_HEADER_BYTES;
-pub use super::pending_calls::{Age, Kind, Outlook, PendingCall, PendingCalls};
+pub use super::pending_calls::{Age, FurtherCalls, Kind, PendingCall, PendingCalls};
 
 /// The status of a rank, reported to ranks that wait for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,12 +47,12 @@ pub struct RankStatus {
     /// Whether the rank waits for calls of this group.
     pub calls: bool,
     /// Whether more calls can come.
-    pub outlook: Outlook,
+    pub further_calls: FurtherCalls,
 }
 
 impl RankStatus {
     fn of(list: &PendingCalls) -> RankStatus {
-        RankStatus { joined: list.has_joined(), calls: !list.calls.is_empty(), outlook: list.outlook }
+        RankStatus { joined: list.has_joined(), calls: !list.calls.is_empty(), further_calls: list.further_calls }
     }
 
     /// The status as text for messages.
@@ -60,11 +60,11 @@ impl RankStatus {
         match self {
             RankStatus { joined: true, .. } => "has joined",
             RankStatus { calls: true, .. } => "waits in a different call",
-            RankStatus { outlook: Outlook::Busy, .. } => "has made no such call and computes",
-            RankStatus { outlook: Outlook::Open | Outlook::Settled, .. } => {
+            RankStatus { further_calls: FurtherCalls::Busy, .. } => "has made no such call and computes",
+            RankStatus { further_calls: FurtherCalls::Open | FurtherCalls::Settled, .. } => {
                 "has made no such call and waits in another team"
             }
-            RankStatus { outlook: Outlook::Closed, .. } => "has made no such call and has called finalize",
+            RankStatus { further_calls: FurtherCalls::Closed, .. } => "has made no such call and has called finalize",
         }
     }
 }
@@ -105,13 +105,13 @@ pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
     if let Some(decision) = decide_for_joined(lists) {
         return decision;
     }
-    let closed = |list: &PendingCalls| list.calls.is_empty() && list.outlook == Outlook::Closed;
+    let closed = |list: &PendingCalls| list.calls.is_empty() && list.further_calls == FurtherCalls::Closed;
     let expired = |list: &PendingCalls| list.calls.iter().any(|call| call.age == Age::Expired);
     let several_groups = lists.iter().any(|list| list.calls.is_empty());
     let settled = |list: &PendingCalls| {
-        matches!(list.outlook, Outlook::Settled | Outlook::Closed) || !several_groups && list.quiet
+        matches!(list.further_calls, FurtherCalls::Settled | FurtherCalls::Closed) || !several_groups && list.quiet
     };
-    let busy = several_groups && lists.iter().any(|list| list.outlook == Outlook::Busy);
+    let busy = several_groups && lists.iter().any(|list| list.further_calls == FurtherCalls::Busy);
     if lists.iter().any(closed) || !busy && (lists.iter().any(expired) || lists.iter().all(settled)) {
         return Reconciliation::Fail(unmatched(lists));
     }
@@ -231,8 +231,8 @@ mod tests {
             memory: 0,
             stays_behind: false,
         };
-        let outlook = if settled { Outlook::Settled } else { Outlook::Open };
-        PendingCalls { calls: calls.iter().map(call).collect(), outlook, quiet: settled }
+        let further_calls = if settled { FurtherCalls::Settled } else { FurtherCalls::Open };
+        PendingCalls { calls: calls.iter().map(call).collect(), further_calls, quiet: settled }
     }
 
     fn waits(lists: &[PendingCalls]) -> bool {
@@ -241,8 +241,8 @@ mod tests {
 
     #[test]
     fn waiting_ranks_get_the_status_of_all_ranks() {
-        let with = |outlook| PendingCalls { outlook, ..list(&[], false) };
-        let lists = [list(&[1], true), list(&[2], false), with(Outlook::Busy), with(Outlook::Open)];
+        let with = |further_calls| PendingCalls { further_calls, ..list(&[], false) };
+        let lists = [list(&[1], true), list(&[2], false), with(FurtherCalls::Busy), with(FurtherCalls::Open)];
         let decision = decide(&lists).truncated(100);
         let Reconciliation::Wait(ranks) = decision else { panic!("{decision:?}") };
         let texts: Vec<_> = ranks.iter().map(|rank| rank.describe()).collect();
@@ -254,21 +254,21 @@ mod tests {
 
     #[test]
     fn rank_waiting_in_another_group_is_a_mismatch_but_a_slow_rank_is_not() {
-        let with = |outlook| PendingCalls { outlook, ..list(&[], false) };
+        let with = |further_calls| PendingCalls { further_calls, ..list(&[], false) };
         let failed = Reconciliation::Fail(vec![Some(0), None]);
-        assert_eq!(decide(&[list(&[1], true), with(Outlook::Settled)]), failed);
-        assert_eq!(decide(&[list(&[1], false), with(Outlook::Closed)]), failed);
-        assert!(waits(&[list(&[1], true), with(Outlook::Open)]));
-        assert!(waits(&[list(&[1], true), with(Outlook::Busy)]));
+        assert_eq!(decide(&[list(&[1], true), with(FurtherCalls::Settled)]), failed);
+        assert_eq!(decide(&[list(&[1], false), with(FurtherCalls::Closed)]), failed);
+        assert!(waits(&[list(&[1], true), with(FurtherCalls::Open)]));
+        assert!(waits(&[list(&[1], true), with(FurtherCalls::Busy)]));
         let mut old = list(&[1], false);
         old.calls[0].age = Age::Expired;
-        assert!(waits(&[old.clone(), with(Outlook::Busy)]));
-        assert_eq!(decide(&[old.clone(), with(Outlook::Open)]), failed);
-        let quiet = PendingCalls { outlook: Outlook::Open, ..list(&[1], true) };
-        assert!(waits(&[quiet.clone(), with(Outlook::Settled)]), "a thread that calls other teams may call");
+        assert!(waits(&[old.clone(), with(FurtherCalls::Busy)]));
+        assert_eq!(decide(&[old.clone(), with(FurtherCalls::Open)]), failed);
+        let quiet = PendingCalls { further_calls: FurtherCalls::Open, ..list(&[1], true) };
+        assert!(waits(&[quiet.clone(), with(FurtherCalls::Settled)]), "a thread that calls other teams may call");
         assert_eq!(decide(&[quiet, list(&[2], true)]), Reconciliation::Fail(vec![Some(0), Some(0)]));
-        let computes = PendingCalls { outlook: Outlook::Busy, ..old };
-        assert!(waits(&[computes.clone(), with(Outlook::Open)]));
+        let computes = PendingCalls { further_calls: FurtherCalls::Busy, ..old };
+        assert!(waits(&[computes.clone(), with(FurtherCalls::Open)]));
         assert_eq!(decide(&[computes, list(&[2], false)]), Reconciliation::Fail(vec![Some(0), Some(0)]), "of one team");
     }
 
@@ -306,8 +306,8 @@ mod tests {
             ..list(&[signature], false).calls[0]
         };
         let mut lists = [
-            PendingCalls { calls: vec![call(1, 10), call(2, 20)], outlook: Outlook::Open, quiet: false },
-            PendingCalls { calls: vec![call(3, 20)], outlook: Outlook::Open, quiet: false },
+            PendingCalls { calls: vec![call(1, 10), call(2, 20)], further_calls: FurtherCalls::Open, quiet: false },
+            PendingCalls { calls: vec![call(3, 20)], further_calls: FurtherCalls::Open, quiet: false },
         ];
         assert_eq!(decide(&lists), Reconciliation::Fail(vec![Some(1), Some(0)]));
         lists[1].calls[0].age = Age::New;
@@ -329,9 +329,9 @@ mod tests {
         assert_eq!(decide(&[broadcast, join()]), Reconciliation::Fail(vec![Some(0), None]));
         let different = decide(&[list(&[1], true), list(&[2], true), join()]);
         assert_eq!(different, Reconciliation::Fail(vec![Some(0), Some(0), None]));
-        let closed = PendingCalls { outlook: Outlook::Closed, ..list(&[], false) };
+        let closed = PendingCalls { further_calls: FurtherCalls::Closed, ..list(&[], false) };
         assert_eq!(decide(&[closed, join()]), Reconciliation::Fail(vec![None, Some(0)]), "a rank that never joins");
-        let blocked = PendingCalls { outlook: Outlook::Settled, ..list(&[], false) };
+        let blocked = PendingCalls { further_calls: FurtherCalls::Settled, ..list(&[], false) };
         assert_eq!(decide(&[blocked, join()]), Reconciliation::Fail(vec![None, Some(0)]), "it waits in another group");
     }
 
@@ -427,7 +427,7 @@ mod tests {
 
     #[test]
     fn one_name_fails_if_no_call_can_come() {
-        let settled = |signatures: &[u64]| PendingCalls { outlook: Outlook::Settled, ..by_name(signatures) };
+        let settled = |signatures: &[u64]| PendingCalls { further_calls: FurtherCalls::Settled, ..by_name(signatures) };
         let decision = decide(&[settled(&[10, 20, 30]), settled(&[40]), settled(&[10, 50])]);
         assert_eq!(decision, Reconciliation::Fail(vec![None, Some(0), None]), "that of the rank with the fewest");
         assert_eq!(decide(&[settled(&[10]), settled(&[20, 30])]), Reconciliation::Fail(vec![Some(0), None]));
@@ -504,12 +504,14 @@ mod tests {
                 PendingCall { signature, by_pairs, key, by_name, age, kind, memory, stays_behind }
             },
         );
-        let outlook = prop::sample::select(vec![Outlook::Busy, Outlook::Open, Outlook::Settled, Outlook::Closed]);
-        (prop::collection::vec(call, 0..6), outlook, any::<bool>()).prop_map(|(calls, outlook, quiet)| PendingCalls {
-            calls,
-            outlook,
-            quiet,
-        })
+        let further_calls = prop::sample::select(vec![
+            FurtherCalls::Busy,
+            FurtherCalls::Open,
+            FurtherCalls::Settled,
+            FurtherCalls::Closed,
+        ]);
+        (prop::collection::vec(call, 0..6), further_calls, any::<bool>())
+            .prop_map(|(calls, further_calls, quiet)| PendingCalls { calls, further_calls, quiet })
     }
 
     proptest! {

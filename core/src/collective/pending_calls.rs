@@ -57,14 +57,14 @@ pub struct PendingCalls {
     /// Oldest first.
     pub calls: Vec<PendingCall>,
     /// Whether more calls can come.
-    pub outlook: Outlook,
+    pub further_calls: FurtherCalls,
     /// Whether every thread that has called this group waits for one of these calls.
     pub quiet: bool,
 }
 
 /// Whether a rank may submit further calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Outlook {
+pub enum FurtherCalls {
     /// It computes or is not blocked, and may submit a call at any time.
     Busy,
     /// It is blocked, in this or another group, and may submit more.
@@ -87,7 +87,7 @@ impl PendingCalls {
         let count = self.calls.len().div_ceil(per_page).max(1);
         (0..count).map(move |page| {
             let calls = self.calls.iter().skip(page * per_page).take(per_page).copied().collect();
-            PendingCalls { calls, outlook: self.outlook, quiet: self.quiet }
+            PendingCalls { calls, further_calls: self.further_calls, quiet: self.quiet }
         })
     }
 }

@@ -29,7 +29,7 @@ impl Channel {
             (!more).then(|| (matching::decide(&lists).truncated(max_bytes), matching::lacking(&lists, max_bytes)))
         };
         let decision = loop {
-            let empty = || PendingCalls { calls: Vec::new(), outlook: list.outlook, quiet: list.quiet };
+            let empty = || PendingCalls { calls: Vec::new(), further_calls: list.further_calls, quiet: list.quiet };
             let page = pages.next().unwrap_or_else(empty);
             let more = pages.len() > 0;
             if let Some(decision) = value_allgather::allgather_merge(self, &(page, more), wait_ctx, &mut decide)? {

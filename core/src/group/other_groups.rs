@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::state::GroupState;
-use crate::collective::matching::Outlook;
+use crate::collective::matching::FurtherCalls;
 
 /// See the module's documentation.
 pub(super) struct OtherGroups {
@@ -44,30 +44,30 @@ impl OtherGroups {
         self.pending = pending.or(self.pending.take());
     }
 
-    /// The outlook of a rank that waits for some call, but may have threads that do not wait. Only the processor time
-    /// shows that: waits and reconciliation take far less than a tenth of a processor.
-    pub fn unsettled(&self) -> Outlook {
+    /// Whether this rank may make further calls, if it waits for some call, but may have threads that do not wait.
+    /// Only the processor time shows that: waits and reconciliation take far less than a tenth of a processor.
+    pub fn unsettled(&self) -> FurtherCalls {
         let (started, before) = self.since;
         let computes = processor_time().saturating_sub(before) > started.elapsed() / 10;
-        if computes { Outlook::Busy } else { Outlook::Open }
+        if computes { FurtherCalls::Busy } else { FurtherCalls::Open }
     }
 
-    /// The outlook of this rank in `group`, whose last call came at `arrived`.
-    pub fn outlook(&self, group: &GroupState, arrived: Instant) -> Outlook {
+    /// Whether this rank may make further calls in `group`, whose last call came at `arrived`.
+    pub fn further_calls(&self, group: &GroupState, arrived: Instant) -> FurtherCalls {
         let process_groups = &group.process_groups;
         if self.pending.is_some() && process_groups.failed_calls() > self.failed_calls {
             // The call in the other group failed because the two groups' ranks wait for each other. So this rank has no
             // further call here either.
-            return Outlook::Settled;
+            return FurtherCalls::Settled;
         }
         if !self.waits {
-            return Outlook::Busy;
+            return FurtherCalls::Busy;
         }
         // Groups that wait for each other settle together.
         let settled = arrived.elapsed() > group.stall_check_after
             && process_groups.all_blocked(group.stall_check_after)
             && process_groups.reconcile_elsewhere(group);
-        if settled { Outlook::Settled } else { self.unsettled() }
+        if settled { FurtherCalls::Settled } else { self.unsettled() }
     }
 
     /// The status of this rank for messages of other ranks.

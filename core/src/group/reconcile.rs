@@ -15,7 +15,7 @@ use super::unfinished::UnfinishedCalls;
 use super::work::{Role, Work};
 use super::worker::Worker;
 use crate::buffer::{Buffer, Tensor};
-use crate::collective::matching::{Age, Kind, Outlook, PendingCall, PendingCalls, Reconciliation};
+use crate::collective::matching::{Age, FurtherCalls, Kind, PendingCall, PendingCalls, Reconciliation};
 use crate::collective::{Bounds, Call, Counts, MismatchEntry, Op};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -213,14 +213,14 @@ impl Worker {
             };
             unchanged > match_timeout(head) / EARLY_DIVISOR && all_blocked()
         });
-        let outlook = match queue.calls.front() {
-            _ if queue.closed => Outlook::Closed,
-            None => other_groups.outlook(shared, queue.arrived),
-            Some(_) if quiet && shared.process_groups.all_blocked(shared.stall_check_after) => Outlook::Settled,
+        let further_calls = match queue.calls.front() {
+            _ if queue.closed => FurtherCalls::Closed,
+            None => other_groups.further_calls(shared, queue.arrived),
+            Some(_) if quiet && shared.process_groups.all_blocked(shared.stall_check_after) => FurtherCalls::Settled,
             Some(_) => other_groups.unsettled(),
         };
         queue.calls.iter().for_each(|work| work.record.set_unmatched(work.call.is_by_name()));
-        PendingCalls { calls: queue.calls.iter().zip(memory).map(pending).collect(), outlook, quiet }
+        PendingCalls { calls: queue.calls.iter().zip(memory).map(pending).collect(), further_calls, quiet }
     }
 
     /// Fails the call at `position`, for this `reason` beside what each rank has there; without one, only takes part in the report about the calls of others.
