@@ -34,14 +34,29 @@ def _processor_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Adds the processor time of a test to its report."""
+def _measured(item: pytest.Item) -> Iterator[None]:
+    """Adds the processor time of a part of a test to its report."""
     before = _processor_seconds()
     try:
         return (yield)
     finally:
         item.user_properties.append((_CPU, _processor_seconds() - before))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    return (yield from _measured(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    return (yield from _measured(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """The time of programs that a fixture ends counts when it has waited for them."""
+    return (yield from _measured(item))
 
 
 class Record:
@@ -54,7 +69,7 @@ class Record:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = self._tests.setdefault(report.nodeid, ["passed", 0.0, 0.0])
         test[1] += report.duration
-        if report.when == "call":
+        if report.when == "teardown":
             test[2] = sum(seconds for name, seconds in report.user_properties if name == _CPU)
         if report.outcome != "passed":
             test[0] = report.outcome

@@ -66,8 +66,8 @@ random() { # random programs against a model, on every framework
   done
 }
 
-programs() { # the tests of tests/single that the gate skips
-  DL_COMM_TEST_EVERYTHING=1 DL_COMM_CACHE="$PWD/build/cache" env -u LD_LIBRARY_PATH python -m pytest -q -m heavy -n 4 --dist=loadgroup tests/single
+programs() { # the tests that start programs and that the gate skips
+  DL_COMM_TEST_EVERYTHING=1 DL_COMM_CACHE="$PWD/build/cache" env -u LD_LIBRARY_PATH python -m pytest -q -m heavy -n 4 --dist=loadgroup tests/single tests/horovod/programs
 }
 
 c10d() { # all tests of torch.distributed on up to four ranks, its faults again and again

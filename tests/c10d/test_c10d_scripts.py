@@ -59,6 +59,7 @@ def test_a_stock_script_with_plain_processes(script: Path) -> None:
         assert done(finished.output, ranks), finished.output
 
 
+@pytest.mark.heavy
 @not_gloo("hangs: it reads the addresses of the group before")
 def test_again_under_torchrun(tmp_path: Path) -> None:
     """The agent's store keeps the keys of the groups before."""

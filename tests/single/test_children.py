@@ -146,7 +146,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("spawn", marks=pytest.mark.heavy), "forkserver"])
+@pytest.mark.heavy
+@pytest.mark.parametrize("how", ["spawn", "forkserver"])
 def test_a_data_loader_imports_the_script_again(tmp_path: Path, how: str) -> None:
     pytest.importorskip("torch")
     program = tmp_path / "train.py"

@@ -157,6 +157,7 @@ def test_no_new_job_after_a_lost_rank(script: Script) -> None:
     assert "fine" in finished.output, finished.output
 
 
+@pytest.mark.heavy
 def test_torch_in_three_jobs(script: Script) -> None:
     """New and old optimizers, collectives with gradients, compiled functions."""
     text = (

@@ -188,6 +188,7 @@ def test_a_script_that_asks_for_RANK_first_trains_together(tmp_path: Path, scrip
     assert {text.count("once: ") for text in results.values()} == {int(script == TORCHVISION)}, results
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
 def test_two_hosts(tmp_path: Path) -> None:
     """The address of rank 0 goes through the launcher; MPI is started by it, and left together."""

@@ -160,7 +160,8 @@ def test_child_processes_are_no_ranks(program: Path, ranks: int) -> None:
     assert finished.output.count("fine\n") == ranks, finished.output
 
 
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("lost", [0, 1])
 def test_training_resumes_when_torchrun_starts_all_ranks_again(program: Path, tmp_path: Path, lost: int) -> None:
     """A rank that ends makes the others raise at once, before the agent kills them."""
     text = """

@@ -98,7 +98,9 @@ hvd.shutdown()
 """
 
 
-@pytest.mark.parametrize("which", KERASES)
+@pytest.mark.parametrize(
+    "which", [pytest.param(name, marks=pytest.mark.heavy) if name != "tensorflow" else name for name in KERASES]
+)
 def test_keras(which: str, tmp_path: object) -> None:
     for output in run_ranks(SCRIPT, 2, {**KERASES[which], "FOLDER": str(tmp_path)}, timeout=300):
         assert "refused" in output
@@ -130,7 +132,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("which", ["tensorflow", "tf_keras"])
+@pytest.mark.parametrize("which", [pytest.param("tensorflow", marks=pytest.mark.heavy), "tf_keras"])
 def test_tensorflow_keras(which: str) -> None:
     for output in run_ranks(TF_KERAS, 2, KERASES[which], timeout=300):
         assert output.count("not yet") == 2

@@ -49,6 +49,7 @@ def test_one_rank_needs_no_address_and_two_do() -> None:
     assert "set HOROVOD_GLOO_RENDEZVOUS_ADDR" in found.stderr
 
 
+@pytest.mark.heavy
 def test_numbers_of_the_launcher_count() -> None:
     script = (
         "hvd.init(); assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (0, 1, 3, 4)"
@@ -81,6 +82,7 @@ assert hvd.add_process_set([0, 1]).process_set_id == 1
     run_ranks(HEAD + script, 3)
 
 
+@pytest.mark.heavy
 def test_some_ranks_of_the_launcher() -> None:
     script = """
 rank = int(os.environ["HOROVOD_RANK"])
@@ -98,7 +100,7 @@ else:
     run_ranks(HEAD + script, 3)
 
 
-@pytest.mark.parametrize("marks", ["0", "1"])
+@pytest.mark.parametrize("marks", [pytest.param("0", marks=pytest.mark.heavy), "1"])
 def test_timeline(tmp_path: Path, marks: str) -> None:
     script = """
 path = os.environ["HOROVOD_TIMELINE"]
