@@ -18,7 +18,7 @@ target=x86_64-unknown-linux-gnu
 loom() { # Loom: all interleavings within the bounds of core/tests/loom*.rs
   CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg loom" \
     timeout 3000 cargo test --release --locked -p dl_comm_core --test loom --test loom_zero_copy --test loom_hosts \
-    --test loom_mailbox --test loom_cached -- --nocapture
+    --test loom_mailbox --test loom_cached --test loom_block_lock -- --nocapture
 }
 
 tsan() { # ranks as threads under the thread sanitizer, with an instrumented standard library
@@ -48,7 +48,7 @@ ranks() { # the tests of the bindings that the gate runs on two ranks only, or n
   for ranks in 1 2 3; do
     for names in "numpy torch" "tensorflow tf1 keras"; do
       # The last two are TensorFlow's.
-      files=(--frameworks="${names% tf1 keras}" tests/parallel/test_{averages,batch_norm,collectives,documentation,helpers,schedules}.py)
+      files=(--frameworks="${names% tf1 keras}" tests/parallel/test_{averages,batch_norm,collectives,documentation,helpers,parameter_server,schedules}.py)
       for name in $names; do files+=(tests/parallel/test_"$name"*.py); done
       which="costly or heavy"
       [ "$ranks $names" != "3 tensorflow tf1 keras" ] || which="" # the gate runs none of them

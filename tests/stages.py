@@ -66,7 +66,16 @@ def programs(folder: str, jobs: int) -> list[str]:
     return pytest("-m", "not heavy", f"--numprocesses={jobs}", "--dist=loadgroup", folder)
 
 
-SHARED = ("averages", "batch_norm", "collectives", "documentation", "helpers", "random_programs", "schedules")
+SHARED = (
+    "averages",
+    "batch_norm",
+    "collectives",
+    "documentation",
+    "helpers",
+    "parameter_server",
+    "random_programs",
+    "schedules",
+)
 """The files of ``tests/parallel`` with tests for every framework."""
 SETUP = ("set-up",)
 LIBRARIES = ("--package=dl_comm_core", "--package=dl_comm_python")

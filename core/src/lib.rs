@@ -3,6 +3,7 @@
 //! Layers, each using only those below it:
 //! - api: [`capi`] (C), `ffi` (C++, through cxx): validate and translate;
 //! - [`plugin`]: the Cray plugin's schedules, a client of [`group`];
+//! - [`parameter_server`]: tensors that any rank reads and updates at any time, a client of [`group`];
 //! - [`runtime`]: process-wide state (start, groups, shutdown), reported by [`process_info`] and [`dump`];
 //! - [`group`]: queue, threads, matching, the life of a call and its record;
 //! - [`p2p`]: send and receive;
@@ -42,6 +43,7 @@ mod lock;
 mod log;
 pub mod p2p;
 pub mod pages;
+pub mod parameter_server;
 pub mod plugin;
 pub mod process_info;
 pub mod reduce;

@@ -32,6 +32,7 @@ from dl_comm._methods import world
 from dl_comm._metrics import average_metrics
 from dl_comm._objects import all_gather_object, broadcast_object, gather_object
 from dl_comm._ops import barrier
+from dl_comm._parameter_server import ParameterServer
 from dl_comm._paths import get_cmake_dir, get_include
 from dl_comm._ranks import (
     is_initialized,
@@ -84,6 +85,7 @@ __all__ = [
     "Group",
     "MismatchError",
     "Operator",
+    "ParameterServer",
     "PeerLostError",
     "RankFailedError",
     "StateError",

@@ -2,6 +2,7 @@
 
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::api::ffi::{self, dl_comm_buffer_t};
 use crate::api::{argument_error, dtype_error};
@@ -123,6 +124,24 @@ impl Buffers {
             shapes.push(shape);
         }
         Ok(Buffers { buffers, _shapes: shapes })
+    }
+
+    /// Buffers of arrays, or of memory given by its address, elements and code of the type, whose owner the caller keeps alive.
+    /// They are written if `writes`.
+    pub fn of_memory(py: Python<'_>, given: &[Bound<'_, PyAny>], writes: bool) -> PyResult<Buffers> {
+        let access = if writes { Access::Write } else { Access::Read };
+        let buffer = |(index, object): (usize, &Bound<'_, PyAny>)| match object.cast::<PyTuple>() {
+            Ok(memory) => {
+                let (address, length, dtype) = memory.extract::<(usize, usize, i32)>()?;
+                let data = std::ptr::with_exposed_provenance_mut(address);
+                let dtype =
+                    u32::try_from(dtype).map_err(|_| dtype_error(py, format!("no type has the code {dtype}")))?;
+                Ok(dl_comm_buffer_t { src: data, dst: data, length, dtype, ndim: 0, shape: std::ptr::null() })
+            }
+            Err(_) => Ok(describe(object, index, access, Types::All)?.0),
+        };
+        let buffers = given.iter().enumerate().map(buffer).collect::<PyResult<_>>()?;
+        Ok(Buffers { buffers, _shapes: Vec::new() })
     }
 
     pub fn read_only(arrays: &[Bound<'_, PyAny>]) -> PyResult<Buffers> {

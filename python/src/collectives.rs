@@ -17,10 +17,10 @@ use crate::arrays::Buffers;
 use crate::c_name;
 
 /// Arrays that a call uses.
-type Arrays = Vec<Py<PyAny>>;
+pub type Arrays = Vec<Py<PyAny>>;
 
 /// A handle of the C API.
-struct Handle<T> {
+pub struct Handle<T> {
     raw: *mut T,
     free: unsafe extern "C" fn(*mut T) -> c_int,
 }
@@ -31,8 +31,18 @@ unsafe impl<T> Send for Handle<T> {}
 unsafe impl<T> Sync for Handle<T> {}
 
 impl<T> Handle<T> {
+    /// A place for a handle that `free` frees.
+    pub fn new(free: unsafe extern "C" fn(*mut T) -> c_int) -> Handle<T> {
+        Handle { raw: ptr::null_mut(), free }
+    }
+
+    /// Where the C API stores the handle.
+    pub fn place(&mut self) -> *mut *mut T {
+        &raw mut self.raw
+    }
+
     /// The handle. As a method, so that closures hold the `Handle`, which threads may share.
-    fn raw(&self) -> *mut T {
+    pub fn raw(&self) -> *mut T {
         self.raw
     }
 }
@@ -76,7 +86,7 @@ pub fn create_group(
     }
     let listed = ranks.as_deref().unwrap_or_default();
     let number = c_int::try_from(listed.len())?;
-    let mut handle = Handle { raw: ptr::null_mut(), free: ffi::dl_comm_group_free };
+    let mut handle = Handle::new(ffi::dl_comm_group_free);
     call(py, || {
         let handle = &mut handle;
         let ranks = if listed.is_empty() { ptr::null() } else { listed.as_ptr() };
@@ -87,7 +97,7 @@ pub fn create_group(
             algorithm: algorithm.as_ptr(),
             gpu_path: gpu_path.as_ptr(),
         };
-        let (options, place) = (&raw const options, &raw mut handle.raw);
+        let (options, place) = (&raw const options, handle.place());
         // SAFETY: the pointers are valid during the call.
         unsafe { ffi::dl_comm_group_create_with(ranks, number, name.as_ptr(), options, place) }
     })?;
@@ -97,11 +107,11 @@ pub fn create_group(
 /// The group of all ranks that runs the calls of a team.
 #[pyfunction]
 pub fn group_of_team(py: Python<'_>, team: c_int) -> PyResult<Group> {
-    let mut handle = Handle { raw: ptr::null_mut(), free: ffi::dl_comm_group_free };
+    let mut handle = Handle::new(ffi::dl_comm_group_free);
     call(py, || {
         let handle = &mut handle;
         // SAFETY: the pointer is valid during the call.
-        unsafe { ffi::dl_comm_team_group(team, &raw mut handle.raw) }
+        unsafe { ffi::dl_comm_team_group(team, handle.place()) }
     })?;
     Ok(Group { handle })
 }
@@ -184,23 +194,23 @@ impl CCall {
 }
 
 /// The `done` of a started call: releases its arrays. `context` is the `Arc` of them.
-unsafe extern "C" fn release(context: *mut c_void, _code: c_int, _message: *const c_char) {
+pub unsafe extern "C" fn release(context: *mut c_void, _code: c_int, _message: *const c_char) {
     // SAFETY: from `Arc::into_raw`, and called once. Without the GIL, PyO3 releases the references later.
     drop(unsafe { Arc::from_raw(context.cast::<Arrays>().cast_const()) });
 }
 
 /// Starts a call: `start` gets the function and context for its end, and the place of its handle.
-fn start(
+pub fn start(
     py: Python<'_>,
     arrays: Arrays,
     start: impl FnOnce(*mut c_void, *mut *mut dl_comm_work_t) -> c_int + Send,
 ) -> PyResult<Work> {
     let arrays = Arc::new(arrays);
     let context = Shared(Arc::into_raw(Arc::clone(&arrays)).cast_mut().cast());
-    let mut handle = Handle { raw: ptr::null_mut(), free: ffi::dl_comm_work_free };
+    let mut handle = Handle::new(ffi::dl_comm_work_free);
     let started = call(py, || {
         let (context, handle) = (&context, &mut handle);
-        start(context.0, &raw mut handle.raw)
+        start(context.0, handle.place())
     });
     if started.is_err() {
         // SAFETY: nothing was started, so `release` is not called.
@@ -298,6 +308,11 @@ impl Group {
 }
 
 impl Group {
+    /// The handle of the C API.
+    pub fn raw(&self) -> *const dl_comm_group_t {
+        self.handle.raw()
+    }
+
     fn transfer(&self, py: Python<'_>, message: MessageSpec<'_>, sends: bool) -> PyResult<Work> {
         let mut message = CMessage::new(py, message, sends)?;
         let arrays = std::mem::take(&mut message.arrays);

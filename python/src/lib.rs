@@ -8,6 +8,7 @@ mod collectives;
 mod device;
 mod log;
 mod memory;
+mod parameter_server;
 mod store;
 
 use pyo3::prelude::*;
@@ -353,6 +354,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(collectives::create_group, module)?,
         wrap_pyfunction!(collectives::join, module)?,
         wrap_pyfunction!(collectives::group_of_team, module)?,
+        wrap_pyfunction!(parameter_server::create_parameter_server, module)?,
         wrap_pyfunction!(device::average_on, module)?,
         wrap_pyfunction!(device::broadcast_on, module)?,
         wrap_pyfunction!(device::gpu_count, module)?,

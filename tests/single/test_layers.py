@@ -17,7 +17,7 @@ LAYERS = (
     "p2p",
     "collective",
     "group",
-    "plugin",
+    "parameter_server plugin",
     "dump",
     "runtime",
     "process_info",

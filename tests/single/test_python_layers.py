@@ -14,11 +14,11 @@ LAYERS = {
     "libraries": "_build _load build",
     "job": "_diagnosis _end _gpus _job _rank_variables _ranks _start _stats_writer _torchrun timeline",
     "arrays": "_agreement _arguments _checkpoint _cuda_arrays _groups _memory _messages _metrics _objects _ops "
-    "_sampler _teams _tensor_names _towers _work training",
+    "_sampler _server _teams _tensor_names _towers _work training",
     "levels": "_communicators _hierarchy _selector _split",
     # Beside each other; Keras is on TensorFlow.
     "bindings": "_torch_distributed keras tensorflow torch",
-    FACE: "_api _binding _collectives _dispatch _init _methods _unlisted",
+    FACE: "_api _binding _collectives _dispatch _init _methods _parameter_server _unlisted",
     "programs": "__main__ compat doctor tf1",
 }
 """From the bottom: the files and packages of each layer."""

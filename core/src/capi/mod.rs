@@ -6,6 +6,7 @@ mod arguments;
 mod collectives;
 mod functions;
 mod groups;
+mod parameter_servers;
 mod point_to_point;
 mod store;
 
@@ -13,5 +14,6 @@ pub use arguments::{CBuffer, CDevice};
 pub use collectives::*;
 pub use functions::*;
 pub use groups::*;
+pub use parameter_servers::*;
 pub use point_to_point::*;
 pub use store::CStore;

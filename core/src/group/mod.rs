@@ -15,6 +15,7 @@ mod adasum;
 mod call_limits;
 mod call_summary;
 mod callers;
+mod client;
 mod concurrent_calls;
 mod copied_call;
 mod counterparts;

@@ -102,11 +102,24 @@ impl GroupOptions<'_> {
 /// [`Error::Invalid`] when this rank is no member, a rank is not in the job or listed twice, or for invalid options. Equal on all members:
 /// those of [`Job::create_group`](crate::transport::job::Job::create_group).
 pub fn create_group(name: &str, ranks: &[usize], options: &GroupOptions<'_>) -> Result<Arc<Group>> {
+    create_group_if(name, ranks, options, Ok(()))
+}
+
+/// As [`create_group`], unless this rank has an error, which all members get.
+///
+/// # Errors
+/// As for [`create_group`], and the error of a member.
+pub(super) fn create_group_if(
+    name: &str,
+    ranks: &[usize],
+    options: &GroupOptions<'_>,
+    valid: Result<()>,
+) -> Result<Arc<Group>> {
     let (config, topology) = (config()?, topology()?);
     let members = Members::list(ranks, topology.rank(), topology.size())?;
     let settings = GroupConfig { idle_timeout: Some(IDLE_TIMEOUT), ..group_config(&config, topology.hosts()) };
     // An error goes to all members, which otherwise wait.
-    let (settings, valid) = match options.apply(settings) {
+    let (settings, valid) = match options.apply(settings).and_then(|applied| valid.map(|()| applied)) {
         Ok(settings) => (settings, Ok(None)),
         Err(error) => (settings, Err(error)),
     };

@@ -8,6 +8,7 @@ mod group_creation;
 mod introspect;
 mod lifecycle;
 mod memory;
+mod parameter_servers;
 pub mod point_to_point;
 mod state;
 mod teams;
@@ -20,6 +21,7 @@ pub use group_creation::{GroupOptions, create_group};
 pub use introspect::{ProcessInfo, dump, overview, start_timeline, stats, stop_timeline};
 pub use lifecycle::{abort, finalize, init, start, start_by_address, start_by_store};
 pub use memory::{alloc, free};
+pub use parameter_servers::create_parameter_server;
 pub use state::{
     CONTROL, MAX_TEAMS, config, core_id, group_of_number, group_of_team, is_helper, is_initialized, nteams, rank_info,
     topology,
@@ -27,4 +29,4 @@ pub use state::{
 pub use teams::{
     add_waited, config_team, create_team, discard_carried, ensure_team, init_teams, release, set_timeout, waited,
 };
-pub use waits::{blocked, look_for_signals};
+pub use waits::{blocked, interrupt, look_for_signals};

@@ -47,6 +47,14 @@ fn messenger(group: &Group) -> Result<&Messenger> {
     group.messenger(endpoint)
 }
 
+/// Makes the way of `group` to send and receive, which its first message needs.
+///
+/// # Errors
+/// If the process may not send.
+pub(super) fn prepare_messages(group: &Group) -> Result<()> {
+    messenger(group).map(drop)
+}
+
 /// The end of the mailboxes after [`close`].
 pub(super) struct Closed(Option<Arc<Endpoint>>);
 

@@ -7,7 +7,7 @@ use crate::group::BlockedCaller;
 use crate::signals;
 
 /// Fails the groups with pending calls of this process: a signal has interrupted the caller.
-pub(super) fn interrupt() {
+pub fn interrupt() {
     // Without a session there are no calls.
     let _ended = started(|runtime| {
         runtime.process_groups.interrupt();

@@ -43,6 +43,19 @@ impl FutexWord {
         self.value.fetch_add(value, order)
     }
 
+    /// As `AtomicU32::swap`.
+    pub fn swap(&self, value: u32, order: Ordering) -> u32 {
+        self.value.swap(value, order)
+    }
+
+    /// As `AtomicU32::compare_exchange`.
+    ///
+    /// # Errors
+    /// The value, if it is not `seen`.
+    pub fn compare_exchange(&self, seen: u32, new: u32, success: Ordering, failure: Ordering) -> Result<u32, u32> {
+        self.value.compare_exchange(seen, new, success, failure)
+    }
+
     /// Sleeps while the value is `seen`, until a wake or [`FutexWord::end_waits`].
     ///
     /// # Errors

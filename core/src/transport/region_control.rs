@@ -107,6 +107,16 @@ impl RegionControl {
         (0..self.layout.ranks).filter(departed).map(last).collect()
     }
 
+    /// A rank that has departed: one of this host by its rank in the group, or one that another host has reported.
+    pub fn first_departed(&self) -> Option<usize> {
+        let of_local = |local: usize| self.flags(0, local).unpacked.payload.rank.load(Ordering::Relaxed) as usize;
+        let reported = || {
+            let value = self.header().departed.load(Ordering::Relaxed);
+            (value & DEPARTED != 0).then_some(((value & !DEPARTED) >> 32) as usize)
+        };
+        (0..self.layout.ranks).find(|&local| self.has_departed(local)).map(of_local).or_else(reported)
+    }
+
     /// Whether all ranks of this host have departed.
     pub fn all_departed(&self) -> bool {
         (0..self.layout.ranks).all(|local| self.has_departed(local))

@@ -36,6 +36,21 @@ impl FutexWord {
         self.0.fetch_add(value, order)
     }
 
+    /// As [`AtomicU32::swap`].
+    #[inline]
+    pub fn swap(&self, value: u32, order: Ordering) -> u32 {
+        self.0.swap(value, order)
+    }
+
+    /// As [`AtomicU32::compare_exchange`].
+    ///
+    /// # Errors
+    /// The value, if it is not `seen`.
+    #[inline]
+    pub fn compare_exchange(&self, seen: u32, new: u32, success: Ordering, failure: Ordering) -> Result<u32, u32> {
+        self.0.compare_exchange(seen, new, success, failure)
+    }
+
     /// Sleeps while the value is `seen`: until a wake, a signal or a timeout of 50 ms.
     ///
     /// # Errors

@@ -1,0 +1,103 @@
+"""A parameter server of torch tensors. Those of a GPU go through pinned host memory.
+
+Thread rule: any thread may call every method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from dl_comm._errors import ArgumentError, DTypeError
+from dl_comm._groups import Group
+from dl_comm._server import Rule, Server
+from dl_comm.torch._arguments import tensors_of
+
+_CODES = {
+    torch.float16: 0,
+    torch.bfloat16: 1,
+    torch.float32: 2,
+    torch.float64: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 8,
+    torch.uint16: 9,
+    torch.uint32: 10,
+    torch.uint64: 11,
+    torch.int16: 12,
+    torch.complex64: 13,
+    torch.complex128: 14,
+}
+"""Those of `dlDataType_t`."""
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int, int]:
+    if tensor.dtype not in _CODES:
+        raise DTypeError(f"a parameter server has no elements of {tensor.dtype}")
+    return tensor.data_ptr(), tensor.numel(), _CODES[tensor.dtype]
+
+
+class TensorKind:
+    """Torch tensors."""
+
+    def listed(self, x: Any, argument: str) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """The tensors of an argument, without their gradients."""
+        tensors, wrap = tensors_of(x, argument)
+        for index, tensor in enumerate(tensors):
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                raise ArgumentError(
+                    f"{argument}: tensor {index} is sparse or on the meta device; a server has dense ones"
+                )
+        return [tensor.detach() for tensor in tensors], wrap
+
+    def outgoing(self, tensor: torch.Tensor) -> tuple[Any, Any]:
+        """The tensor, or a contiguous copy in host memory."""
+        if tensor.device.type != "cpu":
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            tensor = copy.copy_(tensor)
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        return _memory(tensor), tensor
+
+    def incoming(self, tensor: torch.Tensor) -> tuple[Any, Any, Callable[[], object] | None]:
+        """The tensor, or memory that is then copied to it."""
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            return _memory(tensor), tensor, None
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        return _memory(copy), copy, lambda: tensor.copy_(copy)
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor on the same device."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    def sizes(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Bytes of an element, and of one in the memory of the server."""
+        return tensor.itemsize, 4 if tensor.dtype in _HALVES else tensor.itemsize
+
+    def raw(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+        """The bytes of a tensor."""
+        raw: np.ndarray[Any, Any] = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return raw
+
+    def of_raw(self, raw: np.ndarray[Any, Any], like: torch.Tensor, stored: bool) -> torch.Tensor:
+        """A tensor on the memory of `raw`."""
+        return torch.from_numpy(raw).view(torch.float32 if stored and like.dtype in _HALVES else like.dtype)
+
+
+class ParameterServer(Server):
+    """As `dl_comm.ParameterServer`, for torch tensors."""
+
+    def __init__(
+        self,
+        tensors: Any,
+        group: Group | None = None,
+        *,
+        rules: Mapping[str, Rule] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__(TensorKind(), tensors, group, rules, timeout)
