@@ -66,6 +66,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("GROUPS", format!("{}/groups", install_dir.display())),
         ("COLLECTIVES_CXX", format!("{}/collectives_cxx", install_dir.display())),
         ("P2P", format!("{}/p2p", install_dir.display())),
+        ("PARAMETER_SERVER", format!("{}/parameter_server", install_dir.display())),
+        ("PARAMETER_SERVER_CXX", format!("{}/parameter_server_cxx", install_dir.display())),
         ("P2P_CXX", format!("{}/p2p_cxx", install_dir.display())),
         ("C_AVERAGE", format!("{}/build/average", example.display())),
         ("PKG_CONFIG_DIR", format!("{package}/pkgconfig")),

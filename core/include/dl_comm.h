@@ -453,9 +453,10 @@ int dl_comm_device_of_pointer(const void* memory);
 int dl_comm_check_buffers_match(const dl_comm_buffer_t* buffers, size_t count, int verbose);
 
 /* A parameter server: tensors that any rank of a group reads and updates at any time, without the others taking part.
- * Each rank owns a shard of every tensor: the shard of rank r of p has n / p elements, and one more for r < n % p, after those
- * of the ranks before it. On one host whoever sends an update applies it to the owner's memory, under a lock for each block
- * of 64 KiB; between hosts a thread of the owner does. float16 and bfloat16 are stored as float32. */
+ * Each rank owns a shard of every tensor: the shard of rank r of p has n / p elements, and one more for r < n % p,
+ * after those of the ranks before it. On one host whoever sends an update applies it to the owner's memory, under a
+ * lock for each block of 64 KiB; between hosts a thread of the owner does. float16 and bfloat16 are stored as float32.
+ */
 typedef struct dl_comm_parameter_server dl_comm_parameter_server_t;
 
 /* What an update does to the elements of the server. */
@@ -468,8 +469,8 @@ typedef enum {
 
 /* A send to a parameter server, or a receive from it. Set `size` to sizeof(dl_comm_update_t) and what is not used to 0.
  * `first`, `count`: the tensors, by their position in the server's list. `buffers`: a buffer for each, with as many
- * elements of the same type; `src` is sent, `dst` is received, shapes are ignored; NULL for DL_COMM_RULE_ZERO. `timeout`: the
- * deadline in seconds, 0 for the group's, negative for none. `done`, `context`: as in dl_comm_call_t. */
+ * elements of the same type; `src` is sent, `dst` is received, shapes are ignored; NULL for DL_COMM_RULE_ZERO.
+ * `timeout`: the deadline in seconds, 0 for the group's, negative for none. `done`, `context`: as in dl_comm_call_t. */
 typedef struct {
   size_t size;
   size_t first;
@@ -482,25 +483,26 @@ typedef struct {
   void* context;
 } dl_comm_update_t;
 
-/* Makes a parameter server of `count` tensors on the ranks of a group and stores a handle. Collective, with the same numbers
- * of elements and types on all ranks; other ones are an error on all, as are tensors with fewer elements than the group
- * has ranks. Each shard begins with the values (`src`) of its owner. The server has a group of its own. */
+/* Makes a parameter server of `count` tensors on the ranks of a group and stores a handle. Collective, with the same
+ * numbers of elements and types on all ranks; other ones are an error on all, as are tensors with fewer elements than
+ * the group has ranks. Each shard begins with the values (`src`) of its owner. The server has a group of its own. */
 int dl_comm_parameter_server_create(const dl_comm_group_t* group, const dl_comm_buffer_t* buffers, size_t count,
                                     double timeout, dl_comm_parameter_server_t** server);
 
-/* Sends an update, or receives the values; on any thread, by any rank alone. Without `work` (NULL) it returns when all is
- * applied or received; otherwise it stores a handle for dl_comm_wait and so on. The operations of a rank take effect in
- * the order of their starts. Wrong arguments are an error and change nothing. An update is applied once, and a block of 64 KiB
- * is read whole; a tensor of several blocks may hold some blocks of an update that is under way. An operation that fails
- * later (a deadline, a lost rank) ends the server: it and all later ones fail on all ranks. */
+/* Sends an update, or receives the values; on any thread, by any rank alone. Without `work` (NULL) it returns when all
+ * is applied or received; otherwise it stores a handle for dl_comm_wait and so on. The operations of a rank take effect
+ * in the order of their starts. Wrong arguments are an error and change nothing. An update is applied once, and a block
+ * of 64 KiB is read whole; a tensor of several blocks may hold some blocks of an update that is under way. An operation
+ * that fails later (a deadline, a lost rank) ends the server: it and all later ones fail on all ranks. */
 int dl_comm_parameter_server_send(const dl_comm_parameter_server_t* server, const dl_comm_update_t* update,
                                   dl_comm_work_t** work);
 int dl_comm_parameter_server_receive(const dl_comm_parameter_server_t* server, const dl_comm_update_t* update,
                                      dl_comm_work_t** work);
 
-/* Calls `change` for each block of this rank's shard of a tensor, with the memory of the block (float32 for half types), the
- * position of its first element in the tensor and the number of its elements. Others wait for the block meanwhile, so it
- * must be short and must not use the server. A value other than 0 ends the calls with an error; the server goes on. */
+/* Calls `change` for each block of this rank's shard of a tensor, with the memory of the block (float32 for half
+ * types), the position of its first element in the tensor and the number of its elements. Others wait for the block
+ * meanwhile, so it must be short and must not use the server. A value other than 0 ends the calls with an error; the
+ * server goes on. */
 int dl_comm_parameter_server_modify(const dl_comm_parameter_server_t* server, size_t tensor, double timeout,
                                     int (*change)(void* context, void* memory, size_t first, size_t count),
                                     void* context);
@@ -508,7 +510,8 @@ int dl_comm_parameter_server_modify(const dl_comm_parameter_server_t* server, si
 /* Ends the server when the operations of all ranks have ended. Collective. Later operations are an error. */
 int dl_comm_parameter_server_close(const dl_comm_parameter_server_t* server, double timeout);
 
-/* Frees the handle, and ignores NULL. Not collective. If the server was not closed, the others' later operations fail. */
+/* Frees the handle, and ignores NULL. Not collective. If the server was not closed, the others' later operations fail.
+ */
 int dl_comm_parameter_server_free(dl_comm_parameter_server_t* server);
 
 /* Allocates `bytes` zero bytes that all ranks of the host share, and stores the address in `memory` (NULL on error).

@@ -39,6 +39,16 @@ fn send_and_receive() {
     }
 }
 
+/// The same program as C99 and as C++11.
+#[test]
+fn parameter_server() {
+    for ranks in 1..=3 {
+        for program in [env!("DL_COMM_TEST_PARAMETER_SERVER"), env!("DL_COMM_TEST_PARAMETER_SERVER_CXX")] {
+            launch(ranks, program, &[]);
+        }
+    }
+}
+
 /// `build.rs` builds the example with `find_package(dl_comm)`.
 #[test]
 fn the_example_runs() {
