@@ -23,6 +23,7 @@ from dl_comm._split import split
 from dl_comm._start import init_mpi
 from dl_comm._teams import config_team
 from dl_comm._work import Status
+from dl_comm.torch._asynchronous import EASGD, Downpour
 from dl_comm.torch._batch_norm import SyncBatchNorm
 from dl_comm.torch._collectives import (
     all_gather,
@@ -44,17 +45,21 @@ from dl_comm.torch._functions import (
 from dl_comm.torch._messages import recv, send, sendrecv
 from dl_comm.torch._optimizer import AveragingOptimizer, DistributedOptimizer
 from dl_comm.torch._reducer import Communication
+from dl_comm.torch._server import ParameterServer
 from dl_comm.torch._training import load_checkpoint, lr_scheduler, save_checkpoint
 from dl_comm.torch._work import Work
 from dl_comm.training import DistributedSampler
 from dl_comm_torch_backend import register_if_available
 
 __all__ = [
+    "EASGD",
     "AveragingOptimizer",
     "Communication",
     "DistributedOptimizer",
     "DistributedSampler",
+    "Downpour",
     "Group",
+    "ParameterServer",
     "Status",
     "SyncBatchNorm",
     "Work",
