@@ -7,10 +7,11 @@
         dl_comm.allreduce(x)  # within the hosts, then across them
     torchmpi.collective_selector.cpu.multinode.sync.allreduce = "ring"
 
-Every name here is also ``dl_comm.NAME``. The stack and the selector belong to the process, and decide where the
-collectives without ``group=`` run; optimizers and ``gradients`` use teams, and ignore both. New programs make groups
-instead, by ``dl_comm.split`` and ``dl_comm.grid``, and pass them to each call. Without a span the core uses the
-structure of the hosts itself.
+`parameterserver` and `nn` have TorchMPI's functions for asynchronous training and for networks; import them, they are
+no names of `dl_comm`. Every other name here is also ``dl_comm.NAME``. The stack and the selector belong to the process,
+and decide where the collectives without ``group=`` run; optimizers and ``gradients`` use teams, and ignore both. New
+programs make groups instead, by ``dl_comm.split`` and ``dl_comm.grid``, and pass them to each call. Without a span the
+core uses the structure of the hosts itself.
 """
 
 from __future__ import annotations
