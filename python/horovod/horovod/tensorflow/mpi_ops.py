@@ -422,7 +422,10 @@ def _broadcast(
 
     def gradient(grads: list[Any], inner: str | None) -> list[Any]:
         means = _reduced(f"{kind}.gradient", grads, inner, Average, (1.0, 1.0), process_set)
-        return means if rank() == root_rank else [tf.zeros_like(mean) for mean in means]
+        if rank() == root_rank:
+            return means
+        with tf.control_dependencies(means):  # a graph would drop the call, whose values nobody reads here
+            return [tf.zeros_like(mean) for mean in means]
 
     return _run(
         kind,

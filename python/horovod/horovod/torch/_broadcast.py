@@ -68,7 +68,7 @@ def broadcast(
 
     def gradient(grads: list[torch.Tensor]) -> list[torch.Tensor]:
         mean = allreduce(grads[0], op=Average, name=of_gradient(name), process_set=process_set)
-        return [mean if _job.current().rank == root_rank else mean * 0]
+        return [mean if _job.current().rank == root_rank else torch.zeros_like(mean)]
 
     found: torch.Tensor = differentiable(
         lambda x: _broadcast(x, root_rank, name, process_set, False), gradient, [tensor]
