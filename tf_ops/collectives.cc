@@ -91,8 +91,8 @@ settings: Text as in settings.h, with these numbers:
   reduce: The operator, as in dl_comm.h.
   group: The number of the group in this process; 0 is the group of all ranks.
   root: The rank of the group that has the values, or gets the results.
-  prescale: A factor of the inputs, of the operator DL_COMM_SCALED_SUM.
-  postscale: A factor of the sum.
+  prescale: A factor of the inputs, of the operators DL_COMM_SCALED_....
+  postscale: A factor of the result.
   flags: 1: as caller_blocks of DlCommGradients; 2: the call matches that of its name, wherever the ranks make it.
   timeout: The deadline in seconds; 0: no limit; negative: the group's.
 )doc");

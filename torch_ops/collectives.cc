@@ -97,10 +97,10 @@ int32_t operator_code(const Request& request) {
     throw Error(DL_COMM_ERROR_INVALID, "invalid op: '", request.op, "' (expected one of ", known.str(), ")");
   }
   if (request.prescale == 1 && request.postscale == 1) return found->code;
-  if (found->code != DL_COMM_SUM) {
-    throw Error(DL_COMM_ERROR_INVALID, "prescale and postscale are factors of a sum, not of op='", request.op, "'");
+  if (found->scaled == kNoFactors) {
+    throw Error(DL_COMM_ERROR_INVALID, "op='", request.op, "' takes no prescale and postscale");
   }
-  return DL_COMM_SCALED_SUM;
+  return found->scaled;
 }
 
 std::shared_ptr<Work> submit(const CollectiveKind& kind, const Request& request, int32_t reduce,

@@ -217,7 +217,9 @@ typedef enum dl_comm_collective {
  * - SUM, PRODUCT: integers wrap around. MEAN: integers round toward zero.
  * - MIN, MAX: NaN if an element is NaN, with the same bits on every rank; -0.0 is less than +0.0.
  * - BITAND, BITOR, BITXOR: of integers; of bool, the logical operation.
- * - SCALED_SUM: every input is multiplied by `prescale`, the sum by `postscale`; floating point.
+ * - SCALED_...: every input is multiplied by `prescale`, then comes the operator, then the result is multiplied by
+ *   `postscale`. Floating point is rounded once, at the end. Integers are multiplied in float64 and rounded toward
+ * zero, each time; what the type cannot hold is unspecified.
  * - ADASUM: of ALLREDUCE, host memory, floating point: gradients are added where they are orthogonal and averaged where
  *   they are parallel, for each tensor (arXiv:2006.02924). */
 typedef enum dl_comm_reduce {
@@ -230,7 +232,11 @@ typedef enum dl_comm_reduce {
   DL_COMM_BITOR = 6,
   DL_COMM_BITXOR = 7,
   DL_COMM_SCALED_SUM = 8,
-  DL_COMM_ADASUM = 9
+  DL_COMM_ADASUM = 9,
+  DL_COMM_SCALED_MEAN = 10,
+  DL_COMM_SCALED_MIN = 11,
+  DL_COMM_SCALED_MAX = 12,
+  DL_COMM_SCALED_PRODUCT = 13
 } dl_comm_reduce_t;
 
 /* A group. */
@@ -464,7 +470,7 @@ typedef enum {
   DL_COMM_RULE_ZERO = 0,       /* sets them to zero; the update has no elements */
   DL_COMM_RULE_COPY = 1,       /* replaces them */
   DL_COMM_RULE_ADD = 2,        /* adds the update; integers wrap around; not for bool */
-  DL_COMM_RULE_ADD_SCALED = 3, /* adds `factor` times the update; floating point only */
+  DL_COMM_RULE_ADD_SCALED = 3, /* adds `factor` times the update, as DL_COMM_SCALED_SUM multiplies */
 } dl_comm_rule_t;
 
 /* A send to a parameter server, or a receive from it. Set `size` to sizeof(dl_comm_update_t) and what is not used to 0.

@@ -63,7 +63,7 @@ fn encode(dtype: DType, value: i64) -> Vec<u8> {
 /// Element `index` of the block that `sender` sends to `receiver`: small, and with an exact mean.
 fn value(op: Op, size: usize, sender: usize, receiver: usize, index: usize) -> i64 {
     let receiver = if op.pattern() == Pattern::Line { 0 } else { receiver };
-    let value = match op.reduce {
+    let value = match op.reduce.without_factors() {
         _ if !op.collective.reduces => (sender * 31 + receiver * 7 + index * 3) % 100,
         ReduceOp::Mean => (index + receiver) % 5 + 2 * sender,
         ReduceOp::Product => 1 + usize::from((index + sender + receiver).is_multiple_of(size.max(4))),
@@ -74,7 +74,7 @@ fn value(op: Op, size: usize, sender: usize, receiver: usize, index: usize) -> i
 
 /// After how many elements the values of a block repeat.
 fn period(op: Op, size: usize) -> usize {
-    match op.reduce {
+    match op.reduce.without_factors() {
         _ if !op.collective.reduces => 100,
         ReduceOp::Mean => 5,
         ReduceOp::Product => size.max(4),
@@ -94,20 +94,25 @@ fn extend(block: &mut Vec<u8>, len: usize, period: usize, element: impl Fn(usize
 }
 
 /// The reduction of the ranks' values.
-fn reduced(op: Op, dtype: DType, size: usize, receiver: impl Fn(usize) -> usize, index: usize) -> Vec<u8> {
+fn reduced(op: Op, dtype: DType, size: usize, receiver: &dyn Fn(usize) -> usize, index: usize) -> Vec<u8> {
     let values = (0..size).map(|sender| value(op, size, sender, receiver(sender), index));
     let bits = values.clone().map(|value| if dtype == DType::Bool { value & 1 } else { value });
     encode(
         dtype,
         match op.reduce {
-            ReduceOp::Sum | ReduceOp::Scaled { .. } => values.sum(),
+            // The factors are 1 and 1, or 2 and 1/2.
+            ReduceOp::ScaledProduct { pre, .. } => values.product::<i64>() << if pre == 1.0 { 0 } else { size - 1 },
+            scaled if scaled.factors().is_some() => {
+                return reduced(Op { reduce: scaled.without_factors(), ..op }, dtype, size, receiver, index);
+            }
+            ReduceOp::Sum => values.sum(),
             ReduceOp::Mean => values.sum::<i64>() / i64::try_from(size).unwrap(),
             ReduceOp::Min => values.min().unwrap(),
             ReduceOp::Max => values.max().unwrap(),
             ReduceOp::Product => values.product(),
             ReduceOp::BitAnd => bits.reduce(|a, b| a & b).unwrap(),
             ReduceOp::BitOr => bits.reduce(|a, b| a | b).unwrap(),
-            ReduceOp::BitXor => bits.reduce(|a, b| a ^ b).unwrap(),
+            _ => bits.reduce(|a, b| a ^ b).unwrap(),
         },
     )
 }
@@ -188,10 +193,10 @@ fn check(rank: &Rank, case: &Case) {
             let source = if op.has_input(sender) || all_outputs { sender } else { op.root };
             extend(&mut expected, length(case, tensor, sender, me), period(op, size), |index| {
                 match (op.pattern(), op.collective.reduces) {
-                    (Pattern::Line, true) => reduced(op, dtype, size, |sender| sender, index),
+                    (Pattern::Line, true) => reduced(op, dtype, size, &|sender| sender, index),
                     (Pattern::Line, false) => encode(dtype, value(op, size, op.root, op.root, index)),
                     (Pattern::Gather, _) => encode(dtype, value(op, size, sender, sender, index)),
-                    (Pattern::Scatter, true) => reduced(op, dtype, size, |_| me, index),
+                    (Pattern::Scatter, true) => reduced(op, dtype, size, &|_| me, index),
                     (Pattern::Scatter, false) => encode(dtype, value(op, size, op.root, me, index)),
                     (Pattern::Exchange, _) => encode(dtype, value(op, size, source, me, index)),
                 }
@@ -295,7 +300,7 @@ fn every_collective_at_every_length() {
 #[test]
 fn every_operator_and_element_type() {
     let mut operators = ReduceOp::ALL.to_vec();
-    operators.push(ReduceOp::Scaled { pre: 2.0, post: 0.5 });
+    operators.extend(ReduceOp::ALL.into_iter().filter(|op| op.factors().is_some()).map(|op| op.with_factors(2.0, 0.5)));
     for hosts in [&[1][..], &[3], &[2, 1], &[1, 2, 2]] {
         World { threads: 2, ..World::new(hosts) }.run(|rank| {
             for op in operations(rank.size, &operators) {
@@ -544,7 +549,7 @@ proptest! {
         lines in 16usize..60,
         len in 1usize..900,
         seed in any::<u32>(),
-        reduce in prop::sample::select(vec![ReduceOp::Mean, ReduceOp::Sum, ReduceOp::Min, ReduceOp::Scaled { pre: 0.3, post: 1.7 }]),
+        reduce in prop::sample::select(vec![ReduceOp::Mean, ReduceOp::Sum, ReduceOp::Min, ReduceOp::ScaledMean { pre: 0.3, post: 1.7 }]),
     ) {
         World { threads, slot: lines * 64, ..World::new(hosts) }.run(|rank| {
             let size = rank.size;

@@ -11,7 +11,7 @@ from dl_comm._checks import checked_float, checked_ints, refuse_masked, refuse_m
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group
 from dl_comm._memory import new_result
-from dl_comm._table import OPERATORS, SCALED_SUM
+from dl_comm._table import OPERATORS, SCALED
 
 ADASUM = OPERATORS["adasum"]
 _ANY = -1
@@ -84,9 +84,9 @@ def operator_code(op: str, prescale: float, postscale: float) -> tuple[int, tupl
     factors = (checked_float("prescale", prescale), checked_float("postscale", postscale))
     if factors == NO_FACTORS:
         return OPERATORS[op], factors
-    if op != "sum":
-        raise ArgumentError(f"prescale and postscale are factors of a sum, not of op={op!r}")
-    return SCALED_SUM, factors
+    if op not in SCALED:
+        raise ArgumentError(f"op={op!r} takes no prescale and postscale")
+    return SCALED[op], factors
 
 
 def checked_rank(root: Any, group: Group, argument: str = "root") -> int:

@@ -17,10 +17,11 @@ from dl_comm._arguments import ADASUM, NO_FACTORS
 from dl_comm._communicators import Communicator
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group
-from dl_comm._table import OPERATORS, SCALED_SUM, Allreduce, Broadcast, Reduce
+from dl_comm._table import OPERATORS, SCALED, Allreduce, Broadcast, Reduce
 
 _ALLREDUCE, _BROADCAST, _REDUCE = Allreduce.code, Broadcast.code, Reduce.code
-_SUM, _MEAN = OPERATORS["sum"], OPERATORS["mean"]
+_SUM, _SCALED_SUM = OPERATORS["sum"], SCALED["sum"]
+_MEANS = (OPERATORS["mean"], SCALED["mean"])
 
 
 class Step(NamedTuple):
@@ -51,7 +52,7 @@ class Levels(Group):
 
         Args:
             operator: Of dl_comm.h.
-            factors: Those of a scaled sum.
+            factors: Those of an operator with factors.
             integers: Whether a tensor has integers or bools.
 
         Raises:
@@ -59,14 +60,16 @@ class Levels(Group):
         """
         if operator == ADASUM:
             raise ArgumentError("adasum does not go through several levels; set allreduce to 'flat'")
-        if operator == _MEAN and integers:
+        if operator in _MEANS and integers:
             raise ArgumentError("a mean of integers does not go through several levels; set allreduce to 'flat'")
-        operators = [(operator, NO_FACTORS)] * len(self._steps)
-        if operator in (_MEAN, SCALED_SUM):
-            before, after = factors if operator == SCALED_SUM else (1.0, 1.0 / self.size)
-            operators = [(_SUM, NO_FACTORS)] * len(self._steps)
-            operators[0] = (SCALED_SUM, (before, 1.0))
-            operators[self._last] = (SCALED_SUM, (1.0, after))
+        before, after = factors
+        if operator in _MEANS:
+            operator, after = _SCALED_SUM, after / self.size
+        plain = next((OPERATORS[name] for name, code in SCALED.items() if code == operator), operator)
+        operators = [(plain, NO_FACTORS)] * len(self._steps)
+        if plain != operator:
+            operators[0] = (operator, (before, 1.0))
+            operators[self._last] = (operator, (1.0, after))
         pairs = zip(self._steps, operators, strict=True)
         return [Step(collective, group, *each) for (collective, group), each in pairs if group is not None]
 

@@ -152,7 +152,7 @@ class Server:
         Args:
             updates: Tensors like those of the server. For ``rule="zero"``: None.
             rule: What it does to the server's elements: ``"add"``, ``"copy"``, ``"zero"``, or one of ``rules``.
-            scale: With ``"add"``: a factor of the update, floating point only.
+            scale: With ``"add"``: a factor of the update; integers are multiplied in float64, then truncated.
             tensor: The position of the only tensor that is updated; ``updates`` is one tensor then. None: all.
             async_op: Return a ``Work`` at once. The update must not change until it has ended.
             timeout: The deadline in seconds, 0 for no limit; None: the group's.

@@ -42,8 +42,8 @@ OPERATORS = {
     "adasum": 9,
 }
 """The operators of the reductions, with their codes in dl_comm.h."""
-SCALED_SUM = 8
-"""The code of a sum with factors."""
+SCALED = {"sum": 8, "mean": 10, "min": 11, "max": 12, "product": 13}
+"""The codes of the operators that take factors, with factors."""
 
 
 class Option(NamedTuple):
@@ -83,8 +83,13 @@ OPTIONS = {
         "deadline, this call fails and no other.",
     ),
     "out": Option("Any", "None", "Contiguous arrays for the results, of their shapes and the types of ``x``."),
-    "prescale": Option("float", "1.0", "A factor of every input of a sum of floating-point numbers."),
-    "postscale": Option("float", "1.0", "A factor of the sum."),
+    "prescale": Option(
+        "float",
+        "1.0",
+        "A factor of every input of a sum, mean, minimum, maximum or product. Integers are multiplied in float64 and "
+        "rounded toward zero.",
+    ),
+    "postscale": Option("float", "1.0", "The same of the result."),
     "counts": Option(
         "Sequence[int] | None",
         "None",

@@ -284,10 +284,25 @@ static void operators(void) {
     call.reduce = reduce;
     EXPECT(dl_comm_run(group, &call) == 0 && dst == results[reduce]);
   }
-  call.reduce = DL_COMM_SCALED_SUM;
+  const int scaled[] = {DL_COMM_SCALED_SUM, DL_COMM_SCALED_MEAN, DL_COMM_SCALED_MIN, DL_COMM_SCALED_MAX,
+                        DL_COMM_SCALED_PRODUCT};
   call.prescale = 2;
   call.postscale = 0.25;
-  EXPECT(dl_comm_run(group, &call) == 0 && dst == results[0] / 2);
+  for (int i = 0; i < 5; ++i) {
+    const double power = i == 4 ? 1 << size : 2; /* a product has every input's factor */
+    call.reduce = scaled[i];
+    EXPECT(dl_comm_run(group, &call) == 0 && dst == results[i] * power / 4);
+  }
+  /* Integers are rounded toward zero after each factor. */
+  int32_t integer = -3 * (rank + 1);
+  buffer.src = buffer.dst = &integer;
+  buffer.dtype = DL_COMM_INT32;
+  call.reduce = DL_COMM_SCALED_MIN;
+  call.prescale = call.postscale = 0.5;
+  EXPECT(dl_comm_run(group, &call) == 0 && integer == -3 * size / 2 / 2);
+  buffer.src = &src;
+  buffer.dst = &dst;
+  buffer.dtype = DL_COMM_FLOAT64;
   call.reduce = DL_COMM_BITOR;
   REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_DTYPE, "bit_or");
 }

@@ -31,7 +31,9 @@ void print_tables() {
     std::cout << kind.name << ' ' << kind.code << ' '
               << pattern[kind.in == Blocks::kPerRank][kind.out == Blocks::kPerRank] << ' '
               << (kind.reduces ? "true" : "false") << ' ' << root[static_cast<int>(kind.root)] << '\n';
-  for (const Operator& entry : kOperators) std::cout << entry.name << ' ' << entry.code << '\n';
+  for (const Operator& entry : kOperators) {
+    std::cout << entry.name << ' ' << entry.code << ' ' << entry.scaled << '\n';
+  }
 }
 
 const CollectiveKind& named(std::string_view name) {

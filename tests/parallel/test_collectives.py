@@ -121,6 +121,35 @@ def test_lists_are_one_call_and_factors_scale(framework: Framework, rank: int, s
     check(comm.allreduce(make(np.ones(5, np.float32)), "adasum"), np.ones(5, np.float32), tolerance=1e-6)
 
 
+FACTORS = (0.5, 1.5)
+SCALED_TYPES = ["float16", "float32", "float64", "int8", "uint8", "int32", "int64"]
+
+
+@pytest.mark.parametrize("dtype", SCALED_TYPES)
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
+def test_factors_of_every_operator(
+    framework: Framework, op: dl_comm.Operator, dtype: str, rank: int, size: int
+) -> None:
+    """Integers are rounded toward zero after each factor."""
+    comm, kind = framework.comm, np.dtype(dtype)
+    integral = np.trunc if kind.kind in "iu" else lambda x: x
+    values = np.array([[1, 4, 7, 10 - other] for other in range(size)])
+    inputs = values if kind.kind == "u" else values * [1, -1, 1, -1]
+    before, after = FACTORS
+    scaled = integral(inputs * before)
+    reduced = {"mean": np.sum, "product": np.prod}.get(op, getattr(np, op, None))(scaled, 0)
+    expected = integral(reduced * after / (size if op == "mean" else 1)).astype(kind)
+    tolerance = 0 if kind.kind in "iu" else {2: 2e-3, 4: 1e-6, 8: 1e-15}[kind.itemsize]
+    x = framework.make(inputs[rank].astype(kind))
+    framework.check(comm.allreduce(x, op, prescale=before, postscale=after), expected, tolerance=tolerance)
+    work = comm.allreduce([x, x], op, prescale=before, postscale=after)
+    framework.check(work, [expected, expected], tolerance=tolerance)
+    block = comm.reduce_scatter(
+        framework.make(np.tile(inputs[rank], size).astype(kind)), op, prescale=before, postscale=after
+    )
+    framework.check(block, expected, tolerance=tolerance)
+
+
 @pytest.mark.needs("out")
 def test_results_are_written_into_given_arrays(framework: Framework, rank: int, size: int) -> None:
     comm, make, check = framework.comm, framework.make, framework.check
@@ -449,7 +478,7 @@ BAD: dict[str, tuple[Any, ...]] = {
         "bool|Bool",
         dl_comm.DTypeError,
     ),
-    "factors of a maximum": (lambda f, x, size: f.comm.allreduce(x, "max", prescale=2.0), "factors of a sum"),
+    "factors of adasum": (lambda f, x, size: f.comm.allreduce(x, "adasum", prescale=2.0), "takes no prescale"),
     "no arrays": (lambda f, x, size: f.comm.allreduce([]), "empty"),
     "None": (lambda f, x, size: f.comm.allreduce(None), "None", dl_comm.DTypeError),
     "None in a list": (lambda f, x, size: f.comm.allreduce([x, None]), "None"),
@@ -672,6 +701,7 @@ LINEAR: dict[str, Callable[[Framework, Any, int, int], Any]] = {
     "allreduce": lambda f, x, rank, size: f.comm.allreduce(x),
     "allreduce factors": lambda f, x, rank, size: f.comm.allreduce(x, prescale=3.0, postscale=0.25),
     "allreduce mean": lambda f, x, rank, size: f.comm.allreduce([x, f.sum(x)], "mean")[0],
+    "allreduce mean factors": lambda f, x, rank, size: f.comm.allreduce(x, "mean", prescale=3.0, postscale=0.5),
     "reduce": lambda f, x, rank, size: f.comm.reduce(x, size - 1),
     "reduce mean": lambda f, x, rank, size: f.comm.reduce(x, 0, "mean"),
     "broadcast": lambda f, x, rank, size: f.broadcast(x, size - 1),
@@ -688,6 +718,7 @@ LINEAR: dict[str, Callable[[Framework, Any, int, int], Any]] = {
     "reduce_scatter": lambda f, x, rank, size: f.comm.reduce_scatter(x),
     "reduce_scatter factors": lambda f, x, rank, size: f.comm.reduce_scatter(x, prescale=3.0, postscale=0.5),
     "reduce_scatter mean": lambda f, x, rank, size: f.comm.reduce_scatter(x, "mean"),
+    "reduce_scatter mean factors": lambda f, x, rank, size: f.comm.reduce_scatter(x, "mean", prescale=3.0),
     "reduce_scatter counts": lambda f, x, rank, size: f.comm.reduce_scatter(x, counts=[12, *[0] * (size - 1)]),
     "reduce_scatter mean counts": lambda f, x, rank, size: f.comm.reduce_scatter(
         x, "mean", counts=[12, *[0] * (size - 1)]
@@ -760,6 +791,7 @@ CURVED: dict[str, tuple[str, Callable[[Framework, Any], Any]]] = {
     "reduce product": ("", lambda f, x: f.comm.reduce(x, 0, "product")),
     "reduce_scatter product": ("", lambda f, x: f.comm.reduce_scatter(x, "product")),
     "allreduce adasum": ("", lambda f, x: f.comm.allreduce(x, "adasum")),
+    "allreduce max with factors": ("", lambda f, x: f.comm.allreduce(x, "max", prescale=2.0)),
 }
 
 

@@ -45,7 +45,10 @@ def test_the_tables_are_those_of_the_core(program: Program) -> None:
     header = (ROOT / "core" / "include" / "dl_comm.h").read_text()
     enum = re.search(r"enum dl_comm_reduce \{(.*?)\}", header, re.DOTALL)
     assert enum is not None
-    operators = [(name, code) for name, code in re.findall(r"DL_COMM_(\w+) = (\d+)", enum[1]) if name != "SCALED_SUM"]
+    codes = dict(re.findall(r"DL_COMM_(\w+) = (\d+)", enum[1]))
+    operators = [
+        (name, code, codes.get(f"SCALED_{name}", "-1")) for name, code in codes.items() if not name.startswith("SCALED")
+    ]
     printed = program()
     assert printed[:9] == collectives
     assert [line.replace("_", "").upper() for line in printed[9:]] == [" ".join(operator) for operator in operators]

@@ -15,7 +15,7 @@ import pytest
 import dl_comm
 import ml_comm
 from dl_comm import _api, _unlisted
-from dl_comm._table import COLLECTIVES, OPERATORS, SCALED_SUM
+from dl_comm._table import COLLECTIVES, OPERATORS, SCALED
 from dl_comm.compat import cray, torchmpi
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +138,6 @@ def test_the_table_has_the_codes_of_the_header() -> None:
         return {name.lower().replace("_", ""): int(code) for name, code in found}
 
     assert codes("dl_comm_collective") == {call.name.replace("_", ""): call.code for call in COLLECTIVES}
-    operators = OPERATORS | {"scaled_sum": SCALED_SUM}
+    operators = OPERATORS | {f"scaled_{name}": code for name, code in SCALED.items()}
     assert codes("dl_comm_reduce") == {name.replace("_", ""): code for name, code in operators.items()}
     assert set(get_args(dl_comm.Operator)) == set(OPERATORS)

@@ -48,16 +48,26 @@ constexpr const CollectiveKind* find_collective(int32_t code) {
   return nullptr;
 }
 
-// An operator of a reduction that a caller may name. DL_COMM_SCALED_SUM is a sum with factors.
+// An operator of a reduction that a caller may name.
 struct Operator {
   const char* name;
   int32_t code;
+  // With factors; kNoFactors: it takes none.
+  int32_t scaled;
 };
 
+inline constexpr int32_t kNoFactors = -1;
+
 inline constexpr Operator kOperators[] = {
-    {"sum", DL_COMM_SUM},      {"mean", DL_COMM_MEAN},       {"min", DL_COMM_MIN},
-    {"max", DL_COMM_MAX},      {"product", DL_COMM_PRODUCT}, {"bit_and", DL_COMM_BITAND},
-    {"bit_or", DL_COMM_BITOR}, {"bit_xor", DL_COMM_BITXOR},  {"adasum", DL_COMM_ADASUM},
+    {"sum", DL_COMM_SUM, DL_COMM_SCALED_SUM},
+    {"mean", DL_COMM_MEAN, DL_COMM_SCALED_MEAN},
+    {"min", DL_COMM_MIN, DL_COMM_SCALED_MIN},
+    {"max", DL_COMM_MAX, DL_COMM_SCALED_MAX},
+    {"product", DL_COMM_PRODUCT, DL_COMM_SCALED_PRODUCT},
+    {"bit_and", DL_COMM_BITAND, kNoFactors},
+    {"bit_or", DL_COMM_BITOR, kNoFactors},
+    {"bit_xor", DL_COMM_BITXOR, kNoFactors},
+    {"adasum", DL_COMM_ADASUM, kNoFactors},
 };
 
 }  // namespace dl_comm

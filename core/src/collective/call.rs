@@ -16,7 +16,7 @@ use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group_key::GroupKey;
-use crate::reduce::{ReduceOp, Reduction};
+use crate::reduce::Reduction;
 use crate::transport::gpu::CallerStream;
 use crate::wire_layout::{ALIGN, DtypeRun, WireLayout};
 
@@ -483,7 +483,7 @@ impl Call {
         number(self.op.collective.code.into());
         if self.op.collective.reduces {
             number(self.op.reduce.code().into());
-            if let ReduceOp::Scaled { pre, post } = self.op.reduce {
+            if let Some((pre, post)) = self.op.reduce.factors() {
                 number(pre.to_bits().cast_signed());
                 number(post.to_bits().cast_signed());
             }

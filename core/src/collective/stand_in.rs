@@ -42,8 +42,7 @@ impl Call {
     /// Whether the contribution of a rank may be zeros: sums and means, and barriers. A barrier with a name precedes
     /// something that all ranks do.
     pub fn takes_zeros(&self) -> bool {
-        let adds = matches!(self.op.reduce, ReduceOp::Sum | ReduceOp::Mean | ReduceOp::Scaled { .. });
-        self.op.is_barrier() && self.name().is_empty() || self.op.is_allreduce() && adds
+        self.op.is_barrier() && self.name().is_empty() || self.op.is_allreduce() && self.op.reduce.adds()
     }
 
     fn blueprint(&self) -> Blueprint {

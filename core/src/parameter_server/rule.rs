@@ -14,8 +14,7 @@ pub enum Rule {
     Copy,
     /// Adds the update. Integers wrap around.
     Add,
-    /// Adds the update times this factor, which is rounded to the type of the server's elements; floating point only. The
-    /// product is rounded, then the sum.
+    /// Adds the update times this factor, as [`ReduceOp::ScaledSum`] multiplies. The product is rounded, then the sum.
     AddScaled(f64),
 }
 
@@ -57,7 +56,7 @@ impl Rule {
         match self {
             Rule::Zero | Rule::Copy => Ok(()),
             Rule::Add => ReduceOp::Sum.check(dtype),
-            Rule::AddScaled(_) => ReduceOp::Scaled { pre: 1.0, post: 1.0 }.check(dtype),
+            Rule::AddScaled(_) => ReduceOp::ScaledSum { pre: 1.0, post: 1.0 }.check(dtype),
         }
     }
 }
@@ -113,11 +112,11 @@ pub unsafe fn apply(
                 let added = scratch.bytes(bytes);
                 match rule {
                     Rule::AddScaled(pre) if !is_half(dtype) => {
-                        let scaled = ReduceOp::Scaled { pre, post: 1.0 };
+                        let scaled = ReduceOp::ScaledSum { pre, post: 1.0 };
                         reduction(scaled, dtype).combine(&[update], &[added], count);
                     }
                     Rule::AddScaled(pre) => {
-                        let scaled = ReduceOp::Scaled { pre, post: 1.0 };
+                        let scaled = ReduceOp::ScaledSum { pre, post: 1.0 };
                         reduction(scaled, dtype).partial(&[update], added, count);
                     }
                     _ => reduction(ReduceOp::Sum, dtype).partial(&[update], added, count),
@@ -200,7 +199,7 @@ mod tests {
         for dtype in DType::ALL {
             assert!(Rule::Zero.check(dtype).is_ok() && Rule::Copy.check(dtype).is_ok());
             assert_eq!(Rule::Add.check(dtype).is_ok(), dtype != DType::Bool, "{dtype:?}");
-            assert_eq!(Rule::AddScaled(2.0).check(dtype).is_ok(), dtype.is_float(), "{dtype:?}");
+            assert_eq!(Rule::AddScaled(2.0).check(dtype).is_ok(), dtype != DType::Bool, "{dtype:?}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The arithmetic of accumulators: sums, products, and division by the divisor of a mean.
+//! The arithmetic of accumulators: sums, products, multiplication by a factor, and division by the divisor of a mean.
 
 /// A type of sums and products.
 pub(crate) trait Number: Copy + Send + 'static {
@@ -24,10 +24,14 @@ pub(crate) trait Divisible: Number {
     fn divide_power(self, power: Self) -> Self;
 }
 
-/// Floating point, alone or in pairs.
-pub(crate) trait Float: Number {
-    /// A factor, rounded to this type.
-    fn factor(value: f64) -> Self;
+/// A type of numbers that a factor multiplies.
+pub(crate) trait Scalable: Number {
+    /// A factor: of floating point, rounded to this type; of integers, float64.
+    type Factor: Copy + Send + 'static;
+    /// The factor nearest to `value`.
+    fn factor(value: f64) -> Self::Factor;
+    /// The product. Integers are multiplied in float64 and rounded toward zero; beyond the type, to its limits.
+    fn scale(self, factor: Self::Factor) -> Self;
 }
 
 macro_rules! integer_number {
@@ -43,9 +47,20 @@ macro_rules! integer_number {
                 self.wrapping_mul(other)
             }
         }
+
+        impl Scalable for $type {
+            type Factor = f64;
+            fn factor(value: f64) -> f64 {
+                value
+            }
+            #[inline(always)]
+            fn scale(self, factor: f64) -> $type {
+                (self as f64 * factor) as $type
+            }
+        }
     )* };
 }
-integer_number!(u8 u16 u32 u64 u128 i32 i64 i128);
+integer_number!(u8 u16 u32 u64 u128 i8 i16 i32 i64 i128);
 
 macro_rules! float {
     ($($type:ty, $single:literal;)*) => { $(
@@ -80,9 +95,14 @@ macro_rules! float {
             }
         }
 
-        impl Float for $type {
+        impl Scalable for $type {
+            type Factor = $type;
             fn factor(value: f64) -> $type {
                 value as $type
+            }
+            #[inline(always)]
+            fn scale(self, factor: $type) -> $type {
+                self * factor
             }
         }
     )* };
@@ -120,9 +140,14 @@ impl<T: Divisible> Divisible for [T; 2] {
     }
 }
 
-impl<T: Float> Float for [T; 2] {
-    fn factor(value: f64) -> [T; 2] {
-        [T::factor(value); 2]
+impl<T: Scalable> Scalable for [T; 2] {
+    type Factor = T::Factor;
+    fn factor(value: f64) -> T::Factor {
+        T::factor(value)
+    }
+    #[inline(always)]
+    fn scale(self, factor: T::Factor) -> [T; 2] {
+        [self[0].scale(factor), self[1].scale(factor)]
     }
 }
 

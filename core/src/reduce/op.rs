@@ -1,9 +1,9 @@
 //! The operators of reductions, and the table of the kernels: operator by element type.
 
-use super::epilogue::{Divide, DividePow2, Epilogue, Identity};
+use super::epilogue::{Divide, DividePow2, Epilogue, Identity, Scale, ScaleAndDivide};
 use super::half_tiles::TiledType;
-use super::number::{Divisible, Float};
-use super::operator::{Add, AddScaled, And, Greater, Lesser, Multiply, Operator, Or, Xor};
+use super::number::{Divisible, Scalable};
+use super::operator::{Add, And, Greater, Lesser, Multiply, OfScaled, Operator, Or, Xor};
 use super::ordered::{BF16Bits, F16Bits};
 use super::pair::BF16Pair;
 use super::storage::{AsAccumulator, AsElement, StorageFormat};
@@ -54,11 +54,15 @@ macro_rules! family {
             (DType::I8 | DType::U8, ..) => Plain<u8>, (DType::I16 | DType::U16, ..) => Plain<u16>,
             (DType::I32 | DType::U32, ..) => Plain<u32>, (DType::I64 | DType::U64, ..) => Plain<u64>)
     };
-    // Types with an order.
-    (ordered, $key:expr, $S:ident => $body:expr) => {
+    // Floating point that is only compared.
+    (ordered_floats, $key:expr, $S:ident => $body:expr) => {
         family!(@ $key, $S, $body,
             (DType::F16, ..) => Plain<F16Bits>, (DType::BF16, ..) => Plain<BF16Bits>,
-            (DType::F32, ..) => Plain<f32>, (DType::F64, ..) => Plain<f64>,
+            (DType::F32, ..) => Plain<f32>, (DType::F64, ..) => Plain<f64>)
+    };
+    // Integers with their signs.
+    (integers, $key:expr, $S:ident => $body:expr) => {
+        family!(@ $key, $S, $body,
             (DType::I8, ..) => Plain<i8>, (DType::U8, ..) => Plain<u8>,
             (DType::I16, ..) => Plain<i16>, (DType::U16, ..) => Plain<u16>,
             (DType::I32, ..) => Plain<i32>, (DType::U32, ..) => Plain<u32>,
@@ -146,9 +150,11 @@ operators! { kernels, S;
     Mean = 1, "mean":
         floats => kernels.mean::<S>(), complex => kernels.mean::<S>(), wide_integers => kernels.mean::<S>();
     /// The minimum. -0.0 is less than +0.0. If an input is NaN, so is the result.
-    Min = 2, "min": ordered => kernels.combined::<S, _>(Lesser);
+    Min = 2, "min":
+        ordered_floats => kernels.combined::<S, _>(Lesser), integers => kernels.combined::<S, _>(Lesser);
     /// The maximum, with the rules of [`ReduceOp::Min`].
-    Max = 3, "max": ordered => kernels.combined::<S, _>(Greater);
+    Max = 3, "max":
+        ordered_floats => kernels.combined::<S, _>(Greater), integers => kernels.combined::<S, _>(Greater);
     /// The product. Integers wrap around.
     Product = 4, "product": floats => kernels.combined::<S, _>(Multiply), residues => kernels.combined::<S, _>(Multiply);
     /// The bitwise and; of bool, the logical one.
@@ -157,14 +163,48 @@ operators! { kernels, S;
     BitOr = 6, "bit_or": bits => kernels.combined::<S, _>(Or);
     /// The bitwise exclusive or; of bool, the logical one.
     BitXor = 7, "bit_xor": bits => kernels.combined::<S, _>(Xor);
-    /// `post` times the sum of `pre` times each input. The factors are rounded to the accumulator's type, and the
-    /// result is rounded to the element type once.
-    Scaled {
+    /// `post` times the sum of `pre` times each input: as all scaled operators, see [`ReduceOp::factors`].
+    ScaledSum {
         /// The factor of each input.
         pre,
         /// The factor of the sum.
         post
-    } = 8, "scaled_sum": floats => kernels.scaled::<S>(pre, post);
+    } = 8, "scaled_sum":
+        floats => kernels.scaled::<S, Add>(pre, post), complex => kernels.scaled::<S, Add>(pre, post),
+        wide_integers => kernels.scaled::<S, Add>(pre, post);
+    /// `post` times the mean of `pre` times each input.
+    ScaledMean {
+        /// The factor of each input.
+        pre,
+        /// The factor of the mean.
+        post
+    } = 10, "scaled_mean":
+        floats => kernels.scaled_mean::<S>(pre, post), complex => kernels.scaled_mean::<S>(pre, post),
+        wide_integers => kernels.scaled_mean::<S>(pre, post);
+    /// `post` times the minimum of `pre` times each input.
+    ScaledMin {
+        /// The factor of each input.
+        pre,
+        /// The factor of the minimum.
+        post
+    } = 11, "scaled_min":
+        floats => kernels.scaled::<S, Lesser>(pre, post), integers => kernels.scaled::<S, Lesser>(pre, post);
+    /// `post` times the maximum of `pre` times each input.
+    ScaledMax {
+        /// The factor of each input.
+        pre,
+        /// The factor of the maximum.
+        post
+    } = 12, "scaled_max":
+        floats => kernels.scaled::<S, Greater>(pre, post), integers => kernels.scaled::<S, Greater>(pre, post);
+    /// `post` times the product of `pre` times each input.
+    ScaledProduct {
+        /// The factor of each input.
+        pre,
+        /// The factor of the product.
+        post
+    } = 13, "scaled_product":
+        floats => kernels.scaled::<S, Multiply>(pre, post), integers => kernels.scaled::<S, Multiply>(pre, post);
 }
 
 impl ReduceOp {
@@ -182,9 +222,54 @@ impl ReduceOp {
         Err(Error::DType(format!("{dtype} has no {name}; convert it first, or use one of {others}")))
     }
 
+    /// The factors of each input and of the result, of a scaled operator.
+    ///
+    /// For floating point they are rounded to the accumulator's type, and the result is rounded to the element type once.
+    /// Integers are multiplied in float64 and rounded toward zero. What exceeds the accumulator becomes its limit.
+    pub fn factors(self) -> Option<(f64, f64)> {
+        match self {
+            ReduceOp::ScaledSum { pre, post }
+            | ReduceOp::ScaledMean { pre, post }
+            | ReduceOp::ScaledMin { pre, post }
+            | ReduceOp::ScaledMax { pre, post }
+            | ReduceOp::ScaledProduct { pre, post } => Some((pre, post)),
+            _ => None,
+        }
+    }
+
+    /// The operator that the factors surround.
+    pub fn without_factors(self) -> ReduceOp {
+        match self {
+            ReduceOp::ScaledSum { .. } => ReduceOp::Sum,
+            ReduceOp::ScaledMean { .. } => ReduceOp::Mean,
+            ReduceOp::ScaledMin { .. } => ReduceOp::Min,
+            ReduceOp::ScaledMax { .. } => ReduceOp::Max,
+            ReduceOp::ScaledProduct { .. } => ReduceOp::Product,
+            other => other,
+        }
+    }
+
+    /// The same operator with these factors; one without factors ignores them.
+    #[inline(always)]
+    pub fn with_factors(self, pre: f64, post: f64) -> ReduceOp {
+        match self {
+            ReduceOp::ScaledSum { .. } => ReduceOp::ScaledSum { pre, post },
+            ReduceOp::ScaledMean { .. } => ReduceOp::ScaledMean { pre, post },
+            ReduceOp::ScaledMin { .. } => ReduceOp::ScaledMin { pre, post },
+            ReduceOp::ScaledMax { .. } => ReduceOp::ScaledMax { pre, post },
+            ReduceOp::ScaledProduct { .. } => ReduceOp::ScaledProduct { pre, post },
+            other => other,
+        }
+    }
+
+    /// Whether an input of zeros leaves the others' result as it is, except for the divisor of a mean.
+    pub fn adds(self) -> bool {
+        matches!(self.without_factors(), ReduceOp::Sum | ReduceOp::Mean)
+    }
+
     /// Whether the result of a single input is that input.
     pub fn keeps_single_input(self) -> bool {
-        !matches!(self, ReduceOp::Scaled { .. })
+        self.factors().is_none()
     }
 
     fn exists_for(self, dtype: DType) -> bool {
@@ -237,13 +322,24 @@ impl<V: Visitor> Kernels<'_, V> {
         }
     }
 
-    /// Accumulators contain the factor `pre`.
-    fn scaled<S: TiledType<Acc: Divisible + Float>>(&self, pre: f64, post: f64) -> V::Output {
-        let epilogue = DividePow2::factor(post);
+    fn scaled<S: TiledType<Acc: Scalable>, O: Operator<S::Acc> + Default>(&self, pre: f64, post: f64) -> V::Output {
+        self.lifted::<S, O, _>(pre, Scale::new(post))
+    }
+
+    fn scaled_mean<S: TiledType<Acc: Divisible + Scalable>>(&self, pre: f64, post: f64) -> V::Output {
+        self.lifted::<S, Add, _>(pre, ScaleAndDivide::new(post, self.divisor))
+    }
+
+    /// Elements are multiplied by `pre`; accumulators contain it.
+    fn lifted<S: TiledType<Acc: Scalable>, O: Operator<S::Acc> + Default, E: Epilogue<S::Acc>>(
+        &self,
+        pre: f64,
+        epilogue: E,
+    ) -> V::Output {
         if self.from_elements {
-            self.visitor.visit::<S, AsElement, _, _>(AddScaled::new(pre), epilogue)
+            self.visitor.visit::<S, AsElement, _, _>(OfScaled::<O, _>::new(pre), epilogue)
         } else {
-            self.visit::<S, Add, DividePow2<S::Acc>>(Add, epilogue)
+            self.visit::<S, O, _>(O::default(), epilogue)
         }
     }
 }

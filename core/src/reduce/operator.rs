@@ -1,6 +1,8 @@
 //! The operations that combine two accumulators.
 
-use super::number::{Float, Number};
+use std::marker::PhantomData;
+
+use super::number::{Number, Scalable};
 use super::ordered::Ordered;
 
 /// Combines accumulators of type `A`.
@@ -8,6 +10,8 @@ pub(crate) trait Operator<A>: Copy + Send + 'static {
     /// Whether speed matters more than code size: the loop is compiled for up to four sources instead of two, and for
     /// AVX-512.
     const IS_HOT: bool = false;
+    /// As `IS_HOT`, of elements that a factor multiplies.
+    const IS_SCALED_HOT: bool = false;
     /// Makes an accumulator of an element that was widened.
     #[inline(always)]
     fn lift(self, element: A) -> A {
@@ -18,44 +22,45 @@ pub(crate) trait Operator<A>: Copy + Send + 'static {
 }
 
 /// Sums.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Add;
 
 impl<A: Number> Operator<A> for Add {
     const IS_HOT: bool = A::FLOAT;
+    const IS_SCALED_HOT: bool = A::SINGLE;
     #[inline(always)]
     fn combine(left: A, right: A) -> A {
         left.add(right)
     }
 }
 
-/// Sums of products with a factor.
+/// The operator `O` of elements that a factor multiplies.
 #[derive(Clone, Copy)]
-pub(super) struct AddScaled<A>(A);
+pub(super) struct OfScaled<O, A: Scalable>(A::Factor, PhantomData<O>);
 
-impl<A: Float> AddScaled<A> {
-    /// Every element is multiplied by `factor`, rounded to the accumulator's type.
-    pub fn new(factor: f64) -> AddScaled<A> {
-        AddScaled(A::factor(factor))
+impl<O, A: Scalable> OfScaled<O, A> {
+    /// Every element is multiplied by `factor`.
+    pub fn new(factor: f64) -> OfScaled<O, A> {
+        OfScaled(A::factor(factor), PhantomData)
     }
 }
 
-impl<A: Float> Operator<A> for AddScaled<A> {
-    const IS_HOT: bool = A::SINGLE;
+impl<O: Operator<A>, A: Scalable> Operator<A> for OfScaled<O, A> {
+    const IS_HOT: bool = O::IS_SCALED_HOT;
     #[inline(always)]
     fn lift(self, element: A) -> A {
-        element.multiply(self.0)
+        element.scale(self.0)
     }
     #[inline(always)]
     fn combine(left: A, right: A) -> A {
-        left.add(right)
+        O::combine(left, right)
     }
 }
 
 macro_rules! operator {
     ($(#[$doc:meta])* $operator:ident, ($($generics:tt)*) $acc:ty, $is_hot:expr, $combine:expr) => {
         $(#[$doc])*
-        #[derive(Clone, Copy)]
+        #[derive(Clone, Copy, Default)]
         pub(super) struct $operator;
 
         impl<$($generics)*> Operator<$acc> for $operator {

@@ -241,7 +241,7 @@ fn assert_same<T: OracleNumber>(label: impl Debug, exact: bool, found: &[T], exp
 struct Case {
     random: Vec<Vec<u64>>,
     divisor: u32,
-    /// The factors of [`ReduceOp::Scaled`].
+    /// The factors of scaled operators.
     factors: (f64, f64),
     offset: usize,
     in_place: usize,
@@ -319,6 +319,14 @@ fn cases() -> impl Strategy<Value = Case> {
     )
 }
 
+/// The operators with the factors of `case`.
+fn scaled<const N: usize>(ops: [ReduceOp; N], case: &Case) -> [ReduceOp; N] {
+    let (pre, post) = case.factors;
+    let with_factors =
+        |op| ReduceOp::ALL.into_iter().find(|other| other.factors().is_some() && other.without_factors() == op);
+    ops.map(|op| with_factors(op).expect("it takes factors").with_factors(pre, post))
+}
+
 /// Tests of these operators and types.
 macro_rules! every_kernel_matches_the_oracle {
     ($($test:ident, $cases:literal, |$case:ident| $ops:expr, $($type:ident)*;)*) => { $(
@@ -349,8 +357,12 @@ every_kernel_matches_the_oracle! {
         PlainI8 PlainU8 PlainI16 PlainU16 PlainI32 PlainU32 PlainI64 PlainU64;
     bit_operations, 20, |case| [ReduceOp::BitAnd, ReduceOp::BitOr, ReduceOp::BitXor],
         PlainI8 PlainU8 PlainI16 PlainU16 PlainI32 PlainU32 PlainI64 PlainU64 Bool;
-    scaled_sums, 30, |case| [ReduceOp::Scaled { pre: case.factors.0, post: case.factors.1 }],
-        F16 F16P BF16 BF16P F32 F32P F64 F64P;
+    scaled_sums, 30, |case| scaled([ReduceOp::Sum, ReduceOp::Mean], &case),
+        F16 F16P BF16 BF16P F32 F32P F64 F64P I8 U8 I16 U16 I32 U32 I64 U64
+        Complex64 Complex64P Complex128 Complex128P;
+    scaled_products_and_extrema, 20, |case| scaled([ReduceOp::Product, ReduceOp::Min, ReduceOp::Max], &case),
+        F16 F16P BF16 BF16P F32 F32P F64 F64P
+        PlainI8 PlainU8 PlainI16 PlainU16 PlainI32 PlainU32 PlainI64 PlainU64;
 }
 
 fn sum_of(dtype: DType) -> Reduction {

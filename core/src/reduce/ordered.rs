@@ -54,6 +54,19 @@ macro_rules! floats {
 }
 floats!(f32, u32, true; f64, u64, false;);
 
+/// Element by element.
+impl<T: Ordered> Ordered for [T; 2] {
+    const SINGLE: bool = T::SINGLE;
+    #[inline(always)]
+    fn lesser(self, other: [T; 2]) -> [T; 2] {
+        [self[0].lesser(other[0]), self[1].lesser(other[1])]
+    }
+    #[inline(always)]
+    fn greater(self, other: [T; 2]) -> [T; 2] {
+        [self[0].greater(other[0]), self[1].greater(other[1])]
+    }
+}
+
 /// A 16-bit float, compared by its bits, which is faster than by a conversion to float32. `INFINITY` is the bits of
 /// infinity.
 #[derive(Clone, Copy, Default)]

@@ -35,7 +35,7 @@ pub(super) trait OracleNumber: Copy + Debug {
 
 /// Whether `op` keeps the left operand of these in the order `order`.
 fn keeps_left(op: ReduceOp, order: Ordering) -> bool {
-    if op == ReduceOp::Min { order.is_le() } else { order.is_ge() }
+    if op.without_factors() == ReduceOp::Min { order.is_le() } else { order.is_ge() }
 }
 
 macro_rules! float_equality {
@@ -50,8 +50,11 @@ macro_rules! float_equality {
             if self.is_nan() || other.is_nan() {
                 let sign = <$float>::from_bits(0).to_bits() ^ (-<$float>::from_bits(0)).to_bits();
                 let [left, right] = [self, other].map(<$float>::to_bits);
-                let both =
-                    if op == ReduceOp::Min || $half { left | right } else { (left | right) & !sign | left & right };
+                let both = if op.without_factors() == ReduceOp::Min || $half {
+                    left | right
+                } else {
+                    (left | right) & !sign | left & right
+                };
                 <$float>::from_bits(both)
             } else if keeps_left(op, self.total_cmp(&other)) {
                 self
@@ -69,7 +72,7 @@ macro_rules! numbers {
         $(impl OracleNumber for $float {
             float_equality!($float, false);
             fn arithmetic(self, op: ReduceOp, other: $float) -> $float {
-                if op == ReduceOp::Product { self * other } else { self + other }
+                if op.without_factors() == ReduceOp::Product { self * other } else { self + other }
             }
             fn divide(self, divisor: u32) -> $float {
                 self / divisor as $float
@@ -83,10 +86,13 @@ macro_rules! numbers {
                 self == other
             }
             fn arithmetic(self, op: ReduceOp, other: $integer) -> $integer {
-                if op == ReduceOp::Product { self.wrapping_mul(other) } else { self.wrapping_add(other) }
+                if op.without_factors() == ReduceOp::Product { self.wrapping_mul(other) } else { self.wrapping_add(other) }
             }
             fn divide(self, divisor: u32) -> $integer {
                 self / divisor as $integer
+            }
+            fn scale(self, factor: f64) -> $integer {
+                (self as f64 * factor) as $integer
             }
             fn extremum(self, op: ReduceOp, other: $integer) -> $integer {
                 if keeps_left(op, self.cmp(&other)) { self } else { other }
@@ -128,26 +134,26 @@ impl<T: OracleNumber> OracleNumber for [T; 2] {
     fn divide(self, divisor: u32) -> [T; 2] {
         self.map(|part| part.divide(divisor))
     }
+    fn scale(self, factor: f64) -> [T; 2] {
+        self.map(|part| part.scale(factor))
+    }
 }
 
 /// The accumulator of an element.
 pub(super) fn lift<A: OracleNumber>(op: ReduceOp, widened: A) -> A {
-    if let ReduceOp::Scaled { pre, .. } = op { widened.scale(pre) } else { widened }
+    op.factors().map_or(widened, |(pre, _)| widened.scale(pre))
 }
 
 pub(super) fn combine<A: OracleNumber>(op: ReduceOp, left: A, right: A) -> A {
-    match op {
-        ReduceOp::Sum | ReduceOp::Mean | ReduceOp::Product | ReduceOp::Scaled { .. } => left.arithmetic(op, right),
+    match op.without_factors() {
         ReduceOp::Min | ReduceOp::Max => left.extremum(op, right),
         ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => left.bitwise(op, right),
+        _ => left.arithmetic(op, right),
     }
 }
 
 /// The result before it is rounded.
 pub(super) fn finish<A: OracleNumber>(op: ReduceOp, acc: A, divisor: u32) -> A {
-    match op {
-        ReduceOp::Mean => acc.divide(divisor),
-        ReduceOp::Scaled { post, .. } => acc.scale(post),
-        _ => acc,
-    }
+    let scaled = op.factors().map_or(acc, |(_, post)| acc.scale(post));
+    if op.without_factors() == ReduceOp::Mean { scaled.divide(divisor) } else { scaled }
 }

@@ -115,13 +115,10 @@ fn the_table_is_complete() {
     let complex = [DType::Complex64, DType::Complex128];
     for op in ReduceOp::ALL {
         for dtype in DType::ALL {
-            let exists = match op {
+            let exists = match op.without_factors() {
                 ReduceOp::Sum | ReduceOp::Mean => dtype != DType::Bool,
                 ReduceOp::Min | ReduceOp::Max | ReduceOp::Product => dtype != DType::Bool && !complex.contains(&dtype),
-                ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
-                    !floats.contains(&dtype) && !complex.contains(&dtype)
-                }
-                ReduceOp::Scaled { .. } => floats.contains(&dtype),
+                _ => !floats.contains(&dtype) && !complex.contains(&dtype),
             };
             match op.check(dtype) {
                 Ok(()) => assert!(exists, "{op:?}, {dtype:?}"),
@@ -150,12 +147,17 @@ fn the_table_is_complete() {
 
 #[test]
 fn operators_have_stable_codes_and_names() {
-    let names = ["sum", "mean", "min", "max", "product", "bit_and", "bit_or", "bit_xor", "scaled_sum"];
-    for (index, (op, name)) in ReduceOp::ALL.into_iter().zip(names).enumerate() {
-        assert_eq!((usize::from(op.code()), op.name()), (index, name));
-        assert_eq!(ReduceOp::from_code(index as i32), Some(op));
-        assert_eq!(op.keeps_single_input(), name != "scaled_sum");
+    // 9 is Adasum, which is no operator of single elements.
+    let plain = ["sum", "mean", "min", "max", "product", "bit_and", "bit_or", "bit_xor"];
+    let scaled = ["scaled_sum", "scaled_mean", "scaled_min", "scaled_max", "scaled_product"];
+    let known = (0..8).zip(plain).chain([8, 10, 11, 12, 13].into_iter().zip(scaled));
+    for (op, (code, name)) in ReduceOp::ALL.into_iter().zip(known) {
+        assert_eq!((op.code(), op.name()), (code, name));
+        assert_eq!(ReduceOp::from_code(code.into()), Some(op));
+        assert_eq!(op.keeps_single_input(), code < 8);
+        assert_eq!(op.with_factors(2.0, 3.0).factors(), (code >= 8).then_some((2.0, 3.0)));
     }
+    assert_eq!(ReduceOp::ALL.len(), plain.len() + scaled.len());
     let error = ReduceOp::Mean.check(DType::Bool).unwrap_err().to_string();
     assert_eq!(error, "bool has no mean; convert it first, or use one of bit_and, bit_or, bit_xor");
 }
@@ -278,13 +280,17 @@ fn towers_are_reduced_as_single_inputs() {
     assert_eq!(reduce_towers::<f32, f32>(of(ReduceOp::Mean, DType::F32), floats), 4.0);
     assert_eq!(reduce_towers::<f32, f32>(of(ReduceOp::Product, DType::F32), floats), 80.0);
     assert_eq!(reduce_towers::<f32, f32>(of(ReduceOp::Min, DType::F32), floats), 1.0);
-    let scaled = ReduceOp::Scaled { pre: 3.0, post: 0.5 };
+    let scaled = ReduceOp::ScaledSum { pre: 3.0, post: 0.5 };
     assert_eq!(reduce_towers::<f32, f32>(of(scaled, DType::F32), floats), 24.0);
     let halves = floats.map(|rank| rank.map(bf16::from_f32));
     assert_eq!(reduce_towers::<bf16, f32>(of(scaled, DType::BF16), halves), bf16::from_f32(24.0));
     assert_eq!(reduce_towers::<bf16, f32>(of(ReduceOp::Product, DType::BF16), halves), bf16::from_f32(80.0));
     assert_eq!(reduce_towers::<u16, u16>(of(ReduceOp::Max, DType::BF16), [[1, 2], [0x8001, 3]]), 3);
     let integers = [[200u8, 100], [50, 51]];
+    let scaled = ReduceOp::ScaledMean { pre: 0.5, post: 1.5 };
+    assert_eq!(reduce_towers::<u8, i32>(of(scaled, DType::U8), integers), 75);
+    let scaled = ReduceOp::ScaledMax { pre: 0.25, post: 3.0 };
+    assert_eq!(reduce_towers::<u8, u8>(of(scaled, DType::U8), integers), 150);
     assert_eq!(reduce_towers::<u8, i32>(of(ReduceOp::Mean, DType::U8), integers), 100);
     assert_eq!(reduce_towers::<u8, u8>(of(ReduceOp::Sum, DType::U8), integers), 145);
     assert_eq!(reduce_towers::<u8, u8>(of(ReduceOp::BitXor, DType::U8), integers), 200 ^ 100 ^ 50 ^ 51);

@@ -30,8 +30,8 @@ pub enum Request {
 }
 
 impl Request {
-    /// Reads the codes of a collective and of its operator, the factors of a scaled sum, and the root. What the collective
-    /// does not use is ignored.
+    /// Reads the codes of a collective and of its operator, the factors of a scaled operator, and the root. What the
+    /// collective does not use is ignored.
     ///
     /// # Errors
     /// [`Error::Invalid`] for unknown codes and for a negative root.
@@ -40,11 +40,7 @@ impl Request {
         let (Ok(root), Some(known)) = (usize::try_from(root), ReduceOp::from_code(reduce)) else {
             return Request::from_other_codes(collective, reduce, root);
         };
-        let operator = match known {
-            ReduceOp::Scaled { .. } => ReduceOp::Scaled { pre, post },
-            other => other,
-        };
-        Op::from_code(collective, operator, root).map(Request::Collective)
+        Op::from_code(collective, known.with_factors(pre, post), root).map(Request::Collective)
     }
 
     /// As `from_codes`, for Adasum and codes that there are not.
@@ -312,10 +308,13 @@ mod tests {
         let request = |collective, reduce, root| Request::from_codes(collective, reduce, (2.0, 3.0), root);
         assert_eq!(request(1, 1, 0), Ok(Request::Collective(Op::MEAN)));
         assert_eq!(request(1, 9, 0), Ok(Request::Adasum));
-        assert_eq!(request(1, 8, 0), Ok(Request::Collective(Op::allreduce(ReduceOp::Scaled { pre: 2.0, post: 3.0 }))));
+        assert_eq!(
+            request(1, 8, 0),
+            Ok(Request::Collective(Op::allreduce(ReduceOp::ScaledSum { pre: 2.0, post: 3.0 })))
+        );
         assert_eq!(request(2, 9, 1), Ok(Request::Collective(Op::broadcast(1))));
         assert!(matches!(request(8, 9, 0), Err(Error::Invalid(_))), "reduce-scatter by Adasum");
-        for (collective, reduce, root) in [(0, 0, 0), (1, 10, 0), (1, -1, 0), (4, 0, -1)] {
+        for (collective, reduce, root) in [(0, 0, 0), (1, 14, 0), (1, -1, 0), (4, 0, -1)] {
             assert!(matches!(request(collective, reduce, root), Err(Error::Invalid(_))));
         }
         assert!(Request::Adasum.counts(Some(&[1]), None).is_err());

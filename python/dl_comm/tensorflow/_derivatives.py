@@ -16,7 +16,7 @@ import tensorflow as tf
 from dl_comm._arguments import NO_FACTORS
 from dl_comm._table import (
     OPERATORS,
-    SCALED_SUM,
+    SCALED,
     AllGather,
     Allreduce,
     AllToAll,
@@ -28,8 +28,9 @@ from dl_comm._table import (
 )
 from dl_comm.tensorflow import _ops
 
-_NAMES = {code: name for name, code in OPERATORS.items()}
-_SUM, _MEAN, _MIN, _MAX = (OPERATORS[name] for name in ("sum", "mean", "min", "max"))
+_NAMES = {code: name for codes in (OPERATORS, SCALED) for name, code in codes.items()}
+_SUM, _MIN, _MAX = (OPERATORS[name] for name in ("sum", "min", "max"))
+_LINEAR = ("sum", "mean")
 _EXTREMES = (_MIN, _MAX)
 _PLAIN_BROADCAST = "DlCommBroadcast"
 
@@ -65,12 +66,12 @@ class _Backward:
         return [result for part in parts for result in _ops.collective(code, part, name, self.group, **options)]
 
     def scaled(self, tensors: Sequence[Any]) -> list[Any]:
-        """Multiplies by the factor of each input in the results: that of a mean or of a scaled sum."""
-        factor = tf.constant(self.factors[0] * self.factors[1], tf.float64)
-        if self.operator == _MEAN:
-            factor = 1 / tf.cast(_ops.run("dl_comm_group", self.group).size, tf.float64)
-        elif self.operator != SCALED_SUM:
+        """Multiplies by the factor of each input in the results: that of a mean, or of factors."""
+        if self.operator == _SUM:
             return list(tensors)
+        factor = tf.constant(self.factors[0] * self.factors[1], tf.float64)
+        if _NAMES[self.operator] == "mean":
+            factor /= tf.cast(_ops.run("dl_comm_group", self.group).size, tf.float64)
         return [tensor * tf.cast(factor, tensor.dtype) for tensor in tensors]
 
     def shared(self, total: Sequence[Any], y: Sequence[Any]) -> list[Any]:
@@ -95,7 +96,7 @@ class _Backward:
 def _of_allreduce(back: _Backward) -> list[Any]:
     if back.operator in _EXTREMES:
         return back.shared(back.call(Allreduce.code, back.dy), back.y)
-    if back.operator not in (_SUM, _MEAN, SCALED_SUM):
+    if _NAMES[back.operator] not in _LINEAR:
         raise back.refuse("allreduce")
     return back.call(Allreduce.code, back.dy, operator=back.operator, factors=back.factors)
 
@@ -104,7 +105,7 @@ def _of_reduce(back: _Backward) -> list[Any]:
     if back.operator in _EXTREMES:
         both = back.call(Broadcast.code, back.dy + back.y)
         return back.shared(both[: len(back.dy)], both[len(back.dy) :])
-    if back.operator not in (_SUM, _MEAN):
+    if _NAMES[back.operator] not in _LINEAR:
         raise back.refuse("reduce")
     return back.scaled(back.call(Broadcast.code, back.dy))
 
@@ -144,7 +145,7 @@ def _of_reduce_scatter(back: _Backward) -> list[Any]:
     if back.operator in _EXTREMES:
         both = back.call(AllGather.code, back.dy + back.y, back.counts)
         return back.shared(both[: len(back.dy)], both[len(back.dy) :])
-    if back.operator not in (_SUM, _MEAN, SCALED_SUM):
+    if _NAMES[back.operator] not in _LINEAR:
         raise back.refuse("reduce_scatter")
     return back.scaled(back.call(AllGather.code, back.dy, back.counts))
 

@@ -256,7 +256,7 @@ def collective(
         group: As in `Group.number`; 0 for all ranks.
         timeout: The deadline in seconds; 0: no limit; negative: the group's.
         operator: As in dl_comm.h.
-        factors: Those of a scaled sum.
+        factors: Those of an operator with factors.
         root: The root.
         counts: As int64 tensors: the extents of the blocks, if they differ.
         named: What the tensors were converted from, whose names stand in messages.

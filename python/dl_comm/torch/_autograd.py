@@ -111,7 +111,7 @@ def _allreduce(
     if op in ("sum", "mean"):
         found: Tensors = call(_ops.allreduce, grads, *place, op, pre, post, *how)
         return found
-    if op not in ("min", "max", "product"):
+    if op not in ("min", "max", "product") or (pre, post) != (1.0, 1.0):
         raise _no_gradient("allreduce", op)
     saved = ctx.saved_tensors
     inputs, outputs = saved[: len(grads)], saved[len(grads) :]
@@ -143,11 +143,9 @@ def _scaled(grads: Tensors, factor: float) -> Tensors:
 
 def _linear(collective: str, op: str, size: int, pre: float, post: float) -> float:
     """The factor of every input in a sum or mean."""
-    if op == "mean":
-        return 1 / size
-    if op != "sum":
+    if op not in ("sum", "mean"):
         raise _no_gradient(collective, op)
-    return pre * post
+    return pre * post / (size if op == "mean" else 1)
 
 
 def spread(tensors: Tensors, shapes: Shapes, place: Place, root: int) -> Tensors:

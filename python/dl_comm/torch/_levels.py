@@ -14,7 +14,7 @@ from dl_comm import _groups
 from dl_comm._arguments import operator_code
 from dl_comm._errors import ArgumentError
 from dl_comm._hierarchy import Levels
-from dl_comm._table import OPERATORS, SCALED_SUM, Allreduce, Broadcast, Reduce
+from dl_comm._table import OPERATORS, SCALED, Allreduce, Broadcast, Reduce
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import device_of, refuse_gradients, tensors_of
 from dl_comm.torch._autograd import spread
@@ -23,7 +23,7 @@ Step = tuple[int, tuple[int, int, int], str, float, float]
 """A collective of dl_comm.h with root 0, the place of its group, operator and factors."""
 
 _ALLREDUCE, _BROADCAST, _REDUCE = Allreduce.code, Broadcast.code, Reduce.code
-_NAMES = {code: name for name, code in OPERATORS.items()} | {SCALED_SUM: "sum"}
+_NAMES = {code: name for codes in (OPERATORS, SCALED) for name, code in codes.items()}
 _HALVES = (torch.float16, torch.bfloat16)
 
 

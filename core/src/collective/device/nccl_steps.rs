@@ -45,8 +45,8 @@ impl NcclOperator {
             ReduceOp::Min => known(RedOp::MIN, true),
             ReduceOp::Max => known(RedOp::MAX, true),
             // Another factor before the sum would round and overflow otherwise than one after it.
-            ReduceOp::Scaled { pre, post: 1.0 } if accumulates => factor_bytes(dtype, pre).map(NcclOperator::Scaled),
-            ReduceOp::Scaled { .. } | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => None,
+            ReduceOp::ScaledSum { pre, post: 1.0 } if accumulates => factor_bytes(dtype, pre).map(NcclOperator::Scaled),
+            _ => None,
         }
     }
 }
@@ -225,7 +225,7 @@ mod tests {
         for dtype in [DType::Bool, DType::I16, DType::U16, DType::Complex64, DType::Complex128] {
             assert_eq!(of(ReduceOp::Sum, dtype, false), None);
         }
-        let scaled = |pre, post, dtype| of(ReduceOp::Scaled { pre, post }, dtype, false);
+        let scaled = |pre, post, dtype| of(ReduceOp::ScaledSum { pre, post }, dtype, false);
         assert_eq!(scaled(0.5, 1.0, DType::F32), Some(NcclOperator::Scaled(0.5f32.to_le_bytes().into())));
         assert_eq!(scaled(0.1, 1.0, DType::F64), Some(NcclOperator::Scaled(0.1f64.to_le_bytes().into())));
         assert_eq!(scaled(0.5, 1.0, DType::F16), Some(NcclOperator::Scaled(vec![0x00, 0x38])));

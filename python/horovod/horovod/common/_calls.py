@@ -94,6 +94,21 @@ class Call:
         """The core's options of a call under this name, or of one that belongs to it."""
         return {"group": self.group, "name": self.name + suffix, **MATCHING}
 
+    def make(self, call: Callable[..., Any], *args: Any, is_async: bool, result: Result, **options: Any) -> Any:
+        """Makes a collective of the core and returns its result, or starts it and returns its handle.
+
+        Args:
+            call: The collective.
+            args: Its arguments.
+            is_async: Whether to start it.
+            result: Makes the result from the core's.
+            options: Its further options.
+        """
+        options |= self.options()
+        if is_async:
+            return self.start(lambda: With(call(*args, async_op=True, **options), result))
+        return result(self.run(call, *args, **options))
+
     def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Makes a blocking call; returns its result."""
         try:

@@ -164,33 +164,11 @@ def _root(root_rank: int, process_set: ProcessSet) -> int:
     return ranks.index(root_rank) if root_rank in ranks else len(ranks)
 
 
-# Factors. The core has them for sums of floating-point numbers; all else is here.
-
-
-def _scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    if factor == 1.0:
-        return tensor
-    wide = tensor.dtype
-    if not wide.is_floating:
-        wide = tf.float64
-    elif wide.size == 2:
-        wide = tf.float32
-    return tf.cast(tf.cast(tensor, wide) * tf.constant(factor, wide), tensor.dtype)
-
-
-def _factors(
-    op: int, before: float, after: float, count: int, tensors: list[tf.Tensor]
-) -> tuple[str, dict[str, float], list[tf.Tensor], float]:
-    """Returns the core's operator and factors, the tensors to reduce, and the factor of the results."""
+def _reduction(op: int, factors: tuple[float, float]) -> dict[str, Any]:
+    """The core's operator and factors, as options of a call."""
     if op not in _OPERATORS:
         raise ValueError(f"invalid op: {op!r} (expected hvd.Average, Sum, Adasum, Min, Max or Product)")
-    if before == 1.0 == after:
-        return _OPERATORS[op], {}, tensors, 1.0
-    if op == Average:
-        op, after = Sum, after / count
-    if op == Sum and all(tensor.dtype.is_floating for tensor in tensors):
-        return "sum", {"prescale": float(before), "postscale": float(after)}, tensors, 1.0
-    return _OPERATORS[op], {}, [_scale(tensor, before) for tensor in tensors], after
+    return {"op": _OPERATORS[op], "prescale": float(factors[0]), "postscale": float(factors[1])}
 
 
 # Allreduce.
@@ -199,14 +177,13 @@ def _factors(
 def _reduced(
     kind: str, tensors: Tensors, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet
 ) -> list[Any]:
-    def forward(x: list[tf.Tensor], options: Options) -> list[Any]:
-        operator, more, inputs, after = _factors(op, *factors, size_of(process_set.process_set_id or 0), x)
-        return [_scale(y, after) for y in core.allreduce(inputs, operator, **more, **options())]
-
     def gradient(grads: list[Any], inner: str | None) -> list[Any]:
         return _reduced(kind, grads, inner, op, factors, process_set)
 
-    return _run(kind, tensors, name, process_set, forward, gradient)
+    reduction = _reduction(op, factors)
+    return _run(
+        kind, tensors, name, process_set, lambda x, options: core.allreduce(x, **reduction, **options()), gradient
+    )
 
 
 def _refuse_sparse(op: int, factors: tuple[float, float]) -> None:
@@ -530,23 +507,23 @@ def _scattered(
     count = size_of(process_set.process_set_id if process_set.process_set_id is not None else -1)
     if op not in (Average, Sum):
         raise NotImplementedError("reducescatter has the operators hvd.Average and hvd.Sum only")
+    reduction = _reduction(op, factors)
 
     def forward(x: list[tf.Tensor], options: Options) -> list[Any]:
-        operator, more, inputs, after = _factors(op, *factors, count, x)
         blocks = []
-        for i, each in enumerate(inputs):
+        for i, each in enumerate(x):
             if each.shape.rank == 0:
                 raise dl_comm.ArgumentError("reducescatter takes tensors with at least one axis")
             with tf.device("CPU:0"):
                 rows = tf.shape(each, tf.int64)[0]
                 counts = rows // count + tf.cast(tf.range(count, dtype=tf.int64) < rows % count, tf.int64)
-            block = core.reduce_scatter([each], operator, counts=counts, **more, **options(f".{i}" if i else ""))
-            blocks.append(_scale(block[0], after))
+            blocks += core.reduce_scatter([each], counts=counts, **reduction, **options(f".{i}" if i else ""))
         return blocks
 
     def gradient(grads: list[Any], inner: str | None) -> list[Any]:
         factor = (count if op == Sum else 1) * factors[0] * factors[1]
-        return _gathered(f"{kind}.gradient", [_scale(each, factor) for each in grads], inner, process_set)
+        scaled = [each * tf.cast(factor, each.dtype) for each in grads]
+        return _gathered(f"{kind}.gradient", scaled, inner, process_set)
 
     return _run(kind, tensors, name, process_set, forward, gradient)
 

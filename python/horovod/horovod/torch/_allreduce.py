@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from horovod.common._calls import Call, With
+from horovod.common._calls import Call
 from horovod.common.basics import HorovodBasics
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import get_average_backwards_compatibility_fun
-from horovod.torch._forms import Factors, Tensors, checked, core, core_factors, differentiable, of_gradient, scale
+from horovod.torch._forms import Factors, Tensors, checked, core, differentiable, of_gradient, reduction
 from horovod.torch.compression import Compression
 
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(HorovodBasics)
@@ -31,27 +31,12 @@ def _allreduce(
 ) -> Any:
     grouped = kind == "grouped_allreduce"
     tensors = checked(x, grouped=grouped)
+    options = reduction(op, factors)
+    given = tensors if grouped else tensors[0]
+    out = given if in_place else None
     call = Call(kind, name, process_set)
-    operator, options, inputs, after = core_factors(op, *factors, call.group.size, tensors)
-    direct = inputs is tensors and after == 1.0
-
-    def finished(result: Any) -> Any:
-        results = result if grouped else [result]
-        if not direct:
-            results = [scale(each, after) for each in results]
-            if in_place:
-                for tensor, each in zip(tensors, results, strict=True):
-                    tensor.copy_(each)
-        if in_place:
-            return x
-        return results if grouped else results[0]
-
-    given = inputs if grouped else inputs[0]
-    out = given if in_place and direct else None
-    if not is_async:
-        return finished(call.run(core.allreduce, given, operator, out=out, **call.options(), **options))
-    return call.start(
-        lambda: With(core.allreduce(given, operator, out=out, async_op=True, **call.options(), **options), finished)
+    return call.make(
+        core.allreduce, given, out=out, is_async=is_async, result=lambda y: x if in_place else y, **options
     )
 
 

@@ -5,13 +5,12 @@ Thread rule: that of `mpi_ops`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from horovod.common import _job
-from horovod.common._calls import Call, With
+from horovod.common._calls import Call
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch._allreduce import allreduce
 from horovod.torch._forms import Average, checked, core, differentiable, of_gradient
@@ -34,11 +33,10 @@ def _broadcast(
     root = ranks.index(root_rank)
     target = given if in_place else given.clone()
     result = tensor if in_place else target
-    start = functools.partial(core.broadcast, target, root, async_op=True, **call.options())
     if is_async:
-        return call.start(lambda: With(start(), lambda _: result))
+        return call.make(core.broadcast, target, root, is_async=True, result=lambda _: result)
     # The core's blocking broadcast is not the call that others may have started.
-    call.run(lambda: start().wait())
+    call.run(lambda: core.broadcast(target, root, async_op=True, **call.options()).wait())
     return result
 
 

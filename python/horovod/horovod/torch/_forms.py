@@ -59,28 +59,8 @@ def of_gradient(name: str | None) -> str | None:
     return None if name is None else f"{name}.gradient"
 
 
-def scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    if factor == 1.0:
-        return tensor
-    wide = tensor.dtype
-    if not tensor.is_floating_point():
-        wide = torch.float64
-    elif tensor.element_size() == 2 and tensor.device.type == "cpu":
-        wide = torch.float32
-    return (tensor.to(wide) * factor).to(tensor.dtype)
-
-
-def core_factors(
-    op: int, before: float, after: float, count: int, tensors: list[torch.Tensor]
-) -> tuple[str, dict[str, float], list[torch.Tensor], float]:
-    """Returns the core's operator and factors, the tensors to reduce, and the factor of the results."""
-    if before == 1.0 == after:
-        try:
-            return _OPERATORS[op], {}, tensors, 1.0
-        except KeyError:
-            raise ValueError(f"invalid op: {op!r} (expected hvd.Average, Sum, Adasum, Min, Max or Product)") from None
-    if op == Average:
-        op, after = Sum, after / count
-    if op == Sum and all(tensor.is_floating_point() for tensor in tensors):
-        return "sum", {"prescale": float(before), "postscale": float(after)}, tensors, 1.0
-    return _OPERATORS[op], {}, [scale(tensor, before) for tensor in tensors], after
+def reduction(op: int, factors: Factors) -> dict[str, Any]:
+    """The core's operator and factors, as options of a call."""
+    if op not in _OPERATORS:
+        raise ValueError(f"invalid op: {op!r} (expected hvd.Average, Sum, Adasum, Min, Max or Product)")
+    return {"op": _OPERATORS[op], "prescale": float(factors[0]), "postscale": float(factors[1])}

@@ -5,7 +5,6 @@ Thread rule: that of `mpi_ops`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,33 +14,31 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch._allgather import allgather, grouped_allgather
 from horovod.torch._forms import (
     Average,
+    Factors,
     Sum,
     Tensors,
     checked,
     core,
-    core_factors,
     differentiable,
     of_gradient,
-    scale,
+    reduction,
 )
 from horovod.torch.compression import Compression
 
 
-def _scatter_works(
-    call: Call, operator: str, options: dict[str, float], tensors: list[torch.Tensor], async_op: bool
-) -> list[Any]:
+def _scattered(call: Call, options: dict[str, Any], tensors: list[torch.Tensor], async_op: bool) -> list[Any]:
     """Makes or starts one call, or one for each tensor if the rows are no multiple of the ranks.
 
     The first has the plain name in both cases, so that ranks that differ notice it at once.
     """
-    scatter, count = functools.partial(core.reduce_scatter, op=operator, async_op=async_op), call.group.size
+    count = call.group.size
     if all(tensor.shape[0] % count == 0 for tensor in tensors):
-        return [scatter(tensors, **options, **call.options())]
+        return [core.reduce_scatter(tensors, async_op=async_op, **options, **call.options())]
     made = []
     for i, tensor in enumerate(tensors):
         least, more = divmod(tensor.shape[0], count)
-        rows = [least + (place < more) for place in range(count)]
-        made.append(scatter([tensor], counts=rows, **options, **call.options(f"_{i}" if i else "")))
+        counted = {"counts": [least + (place < more) for place in range(count)], **call.options(f"_{i}" if i else "")}
+        made.append(core.reduce_scatter([tensor], async_op=async_op, **options, **counted))
     return made
 
 
@@ -51,7 +48,7 @@ def _reducescatter(
     name: str | None,
     op: int,
     process_set: ProcessSet,
-    factors: tuple[float, float],
+    factors: Factors,
     is_async: bool = False,
 ) -> Any:
     grouped = kind == "grouped_reducescatter"
@@ -60,16 +57,15 @@ def _reducescatter(
         raise NotImplementedError("reducescatter has the operators hvd.Average and hvd.Sum only")
     if not all(tensor.dim() for tensor in tensors):
         raise RuntimeError("reducescatter takes tensors with at least one axis")
-    call = Call(kind, name, process_set)
-    operator, options, inputs, after = core_factors(op, *factors, call.group.size, tensors)
+    call, options = Call(kind, name, process_set), reduction(op, factors)
 
     def finished(results: list[list[torch.Tensor]]) -> Any:
-        blocks = [scale(each, after) for result in results for each in result]
+        blocks = [each for result in results for each in result]
         return blocks if grouped else blocks[0]
 
     if is_async:
-        return call.start(lambda: With(All(_scatter_works(call, operator, options, inputs, True)), finished))
-    return call.run(lambda: finished(_scatter_works(call, operator, options, inputs, False)))
+        return call.start(lambda: With(All(_scattered(call, options, tensors, True)), finished))
+    return call.run(lambda: finished(_scattered(call, options, tensors, False)))
 
 
 def reducescatter_async(
@@ -133,7 +129,7 @@ def reducescatter(
     result = differentiable(
         lambda x: _reducescatter("reducescatter", x, name, op, process_set, factors),
         lambda grads: [
-            allgather(grads[0] * _factorof_gradient(op, factors, process_set), of_gradient(name), process_set)
+            allgather(grads[0] * _factor_of_gradient(op, factors, process_set), of_gradient(name), process_set)
         ],
         [small],
     )
@@ -156,12 +152,12 @@ def grouped_reducescatter(
     results = differentiable(
         lambda *x: tuple(_reducescatter("grouped_reducescatter", x, name, op, process_set, factors)),
         lambda grads: grouped_allgather(
-            [grad * _factorof_gradient(op, factors, process_set) for grad in grads], of_gradient(name), process_set
+            [grad * _factor_of_gradient(op, factors, process_set) for grad in grads], of_gradient(name), process_set
         ),
         [tensor for tensor, _ in small],
     )
     return [compression.decompress(result, context) for result, (_, context) in zip(results, small, strict=True)]
 
 
-def _factorof_gradient(op: int, factors: tuple[float, float], process_set: ProcessSet) -> float:
+def _factor_of_gradient(op: int, factors: Factors, process_set: ProcessSet) -> float:
     return (process_set.size() or 1 if op == Sum else 1) * factors[0] * factors[1]
