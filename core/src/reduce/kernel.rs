@@ -183,6 +183,7 @@ unsafe fn compiled<
     }
     match kernel {
         Kernel::Baseline => compile!(Baseline),
+        _ if O::IS_RARE => compile!(Baseline),
         #[cfg(target_arch = "x86_64")]
         Kernel::Avx512 if O::IS_HOT => compile!(Avx512, "avx512f,avx512bw,avx512dq,avx512vl"),
         #[cfg(target_arch = "x86_64")]

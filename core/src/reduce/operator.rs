@@ -12,6 +12,8 @@ pub(crate) trait Operator<A>: Copy + Send + 'static {
     const IS_HOT: bool = false;
     /// As `IS_HOT`, of elements that a factor multiplies.
     const IS_SCALED_HOT: bool = false;
+    /// Whether code size matters more than speed: the loop is compiled for the target's minimum only.
+    const IS_RARE: bool = false;
     /// Makes an accumulator of an element that was widened.
     #[inline(always)]
     fn lift(self, element: A) -> A {
@@ -22,7 +24,7 @@ pub(crate) trait Operator<A>: Copy + Send + 'static {
 }
 
 /// Sums.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 pub(super) struct Add;
 
 impl<A: Number> Operator<A> for Add {
@@ -47,6 +49,7 @@ impl<O, A: Scalable> OfScaled<O, A> {
 
 impl<O: Operator<A>, A: Scalable> Operator<A> for OfScaled<O, A> {
     const IS_HOT: bool = O::IS_SCALED_HOT;
+    const IS_RARE: bool = !O::IS_SCALED_HOT;
     #[inline(always)]
     fn lift(self, element: A) -> A {
         element.scale(self.0)
@@ -57,10 +60,30 @@ impl<O: Operator<A>, A: Scalable> Operator<A> for OfScaled<O, A> {
     }
 }
 
+/// The operator `O` of accumulators that contain their factor.
+#[derive(Clone, Copy)]
+pub(super) struct OfLifted<O>(PhantomData<O>);
+
+impl<O> OfLifted<O> {
+    /// The operator.
+    pub fn new() -> OfLifted<O> {
+        OfLifted(PhantomData)
+    }
+}
+
+impl<O: Operator<A>, A> Operator<A> for OfLifted<O> {
+    const IS_HOT: bool = O::IS_SCALED_HOT;
+    const IS_RARE: bool = !O::IS_SCALED_HOT;
+    #[inline(always)]
+    fn combine(left: A, right: A) -> A {
+        O::combine(left, right)
+    }
+}
+
 macro_rules! operator {
     ($(#[$doc:meta])* $operator:ident, ($($generics:tt)*) $acc:ty, $is_hot:expr, $combine:expr) => {
         $(#[$doc])*
-        #[derive(Clone, Copy, Default)]
+        #[derive(Clone, Copy)]
         pub(super) struct $operator;
 
         impl<$($generics)*> Operator<$acc> for $operator {
