@@ -271,7 +271,14 @@ struct dl_comm_device;
  *   host memory.
  * - `done`: dl_comm_start only; called once when the call has ended, with 0 or an error code and its message, on a
  *   thread of the group. It must not block, and may start calls. dl_comm_wait and dl_comm_test of other threads see
- *   the end after `done` has returned. */
+ *   the end after `done` has returned.
+ * - `allocate`: ALLGATHER and ALLTOALL of host memory, where this rank does not know how long the others' blocks are:
+ * the lengths travel inside the call. `length` is that of this rank's block of each tensor; for ALLTOALL `send_counts`
+ * has an entry for each tensor and rank, those of the first tensor first. `receive_counts` and every `dst` are NULL.
+ * When the lengths are known, it is called once, on a thread of the group: `lengths` has those of the blocks that
+ * arrive, an entry for each tensor and rank, and it stores an address for each tensor in `results`, for its blocks in
+ * the order of the ranks. It returns 0; another value is an error, with which the call fails on every rank. It must not
+ * block, nor make calls. The lists may have several tensors. All ranks give `allocate`, or none. */
 typedef struct dl_comm_call {
   size_t size;
   int collective; /* dl_comm_collective_t */
@@ -289,6 +296,7 @@ typedef struct dl_comm_call {
   double postscale;
   void (*done)(void* context, int code, const char* message);
   void* context;
+  int (*allocate)(void* context, const size_t* lengths, void** results);
 } dl_comm_call_t;
 
 /* Stores a handle on the group of all ranks that runs the calls of team `team` (-1: the team of broadcast and barrier).

@@ -8,7 +8,7 @@ Thread rule: any thread may call every function. The ranks of the group must all
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -90,6 +90,37 @@ class _Call:
         handle.run(spec)
         return result()
 
+    def run_unknown(self, x: Any, arrays: list[Any], sent: list[list[int]] | None, return_counts: bool) -> Any:
+        """Runs or starts a call of which this rank knows only the extents that it sends: of each array, a list."""
+        wrap, with_counts = kind_of(x), checked_flag("return_counts", return_counts)
+        # Rows without elements have lengths as rows of bytes.
+        each = [int(np.prod(array.shape[1:], dtype=np.int64)) for array in arrays]
+        given = [array if row else np.zeros(len(array), np.uint8) for array, row in zip(arrays, each, strict=True)]
+        lengths = None
+        if sent is not None:
+            lengths = [extent * (row or 1) for extents, row in zip(sent, each, strict=True) for extent in extents]
+        what = (self.kind.code, 0, 0, 1, given, None, lengths, None)
+        spec = (*what, self.name, self.timeout, NO_FACTORS, self.by_name)
+
+        def result(received: Any) -> Any:
+            counts = [
+                [length // (row or 1) for length in lengths] for (lengths, _), row in zip(received, each, strict=True)
+            ]
+            found = []
+            for array, row, extents, (_, memory) in zip(arrays, each, counts, received, strict=True):
+                elements = np.asarray(memory).view(array.dtype) if row else np.empty(0, array.dtype)
+                found.append(elements.reshape(sum(extents), *array.shape[1:]))
+            results = wrap(found) if self.out is None else self.out
+            if self.out is not None:
+                for place, array in zip(results_like(self.out, found, [a.shape for a in found]), found, strict=True):
+                    np.copyto(place, array)
+            return (results, counts if wrap is list else counts[0]) if with_counts else results
+
+        handle = self.group.handle
+        if self.async_op:
+            return Work(handle.start_unknown(spec), lambda work: result(work.received()))
+        return result(handle.run_unknown(spec))
+
     def before(self, kind: type[Call], extents: Sequence[int], what: str) -> list[int]:
         """The extents of all ranks, exchanged by a call before this one."""
         values = np.array(extents)
@@ -135,8 +166,11 @@ def reduce(x: Any, root: int, op: str, common: tuple[Any, ...]) -> Any:
 
 
 @made(AllGather)
-def all_gather(x: Any, counts: Sequence[int] | None, ragged: bool, common: tuple[Any, ...]) -> Any:
-    return _gathered(_Call(AllGather, *common), x, None, counts, ragged)
+def all_gather(x: Any, counts: Sequence[int] | None, ragged: bool, return_counts: bool, common: tuple[Any, ...]) -> Any:
+    call = _Call(AllGather, *common)
+    if checked_flag("ragged", ragged) and counts is None:
+        return call.run_unknown(x, [np.atleast_1d(array) for array in arrays_of(x)[0]], None, return_counts)
+    return _gathered(call, x, None, counts, False, return_counts)
 
 
 @made(Gather)
@@ -145,7 +179,9 @@ def gather(x: Any, root: int, counts: Sequence[int] | None, ragged: bool, common
     return _gathered(call, x, checked_rank(root, call.group), counts, ragged)
 
 
-def _gathered(call: _Call, x: Any, root: int | None, counts: Sequence[int] | None, ragged: bool) -> Any:
+def _gathered(
+    call: _Call, x: Any, root: int | None, counts: Sequence[int] | None, ragged: bool, return_counts: bool = False
+) -> Any:
     """Joins arrays on rank ``root``; None: on all ranks."""
     arrays = [np.atleast_1d(array) for array in arrays_of(x)[0]]
     rows = _rows(call, arrays, counts, ragged)
@@ -156,6 +192,9 @@ def _gathered(call: _Call, x: Any, root: int | None, counts: Sequence[int] | Non
     shapes = [(total, *array.shape[1:]) for array, total in zip(arrays, totals, strict=True)]
     results = results_like(call.out, arrays, shapes)
     result = returned(call.out, results, kind_of(x))
+    if checked_flag("return_counts", return_counts):
+        extents = [rows or [len(array)] * call.group.size for array in arrays]
+        result = _with_counts(result, kind_of(x)(extents))
     return call.run(result, arrays, results, root=root or 0, counts=counted)
 
 
@@ -195,23 +234,50 @@ def reduce_scatter(
 
 @made(AllToAll)
 def all_to_all(
-    x: Any, send_counts: Sequence[int] | None, receive_counts: Sequence[int] | None, common: tuple[Any, ...]
+    x: Any,
+    send_counts: Sequence[Any] | None,
+    receive_counts: Sequence[int] | None,
+    return_counts: bool,
+    common: tuple[Any, ...],
 ) -> Any:
     call = _Call(AllToAll, *common)
     arrays, _ = arrays_of(x)
+    if send_counts is not None and receive_counts is None:
+        return call.run_unknown(x, arrays, _sent(send_counts, call.group, arrays), return_counts)
+    with_counts = checked_flag("return_counts", return_counts)
     if send_counts is None:
         if receive_counts is not None:
             raise ArgumentError("receive_counts without send_counts; give both")
         _blocks(call, arrays, None)
         results = results_like(call.out, arrays, [array.shape for array in arrays])
-        return call.run(returned(call.out, results, kind_of(x)), arrays, results, blocks=call.group.size)
+        result = returned(call.out, results, kind_of(x))
+        if with_counts:
+            even = [[len(array) // call.group.size] * call.group.size for array in arrays]
+            result = _with_counts(result, kind_of(x)(even))
+        return call.run(result, arrays, results, blocks=call.group.size)
     sent = checked_counts(send_counts, call.group, arrays)
-    if receive_counts is None:
-        receive_counts = call.before(AllToAll, sent, "counts")
-    received = checked_counts(receive_counts, call.group, None)
+    received = checked_counts(cast(Sequence[int], receive_counts), call.group, None)
     results = results_like(call.out, arrays, [(sum(received), *arrays[0].shape[1:])])
     counts = (in_elements(sent, arrays[0]), in_elements(received, arrays[0]))
-    return call.run(returned(call.out, results, kind_of(x)), arrays, results, counts=counts)
+    result = returned(call.out, results, kind_of(x))
+    if with_counts:
+        result = _with_counts(result, kind_of(x)([received]))
+    return call.run(result, arrays, results, counts=counts)
+
+
+def _sent(send_counts: Sequence[Any], group: Group, arrays: list[Any]) -> list[list[int]]:
+    """The extents that this rank sends of each array: ``send_counts`` is a list of them, or those of the only array."""
+    is_list = isinstance(send_counts, (list, tuple)) and isinstance(next(iter(send_counts), None), (list, tuple))
+    lists = send_counts if is_list else [send_counts]
+    if len(lists) != len(arrays):
+        raise ArgumentError(
+            f"blocks of different lengths need one array, not {len(arrays)}, or a list of send_counts for each"
+        )
+    return [checked_counts(each, group, [array]) for each, array in zip(lists, arrays, strict=True)]
+
+
+def _with_counts(result: Callable[[], Any], counts: Any) -> Callable[[], Any]:
+    return lambda: (result(), counts)
 
 
 def broadcast_in(

@@ -95,17 +95,26 @@ OPTIONS = {
         "None",
         "The extents of the first axis of each rank's block, if they differ; the same list on all ranks. One array.",
     ),
-    "ragged": Option("bool", "False", "The extents of the first axis differ, and the ranks exchange them first."),
+    "ragged": Option(
+        "bool", "False", "The extents of the first axis differ between the ranks, and travel inside the call."
+    ),
+    "return_counts": Option(
+        "bool",
+        "False",
+        "Return a tuple of the result and the extents of the first axes of its blocks, in the order of the ranks: a "
+        "list, or one for each array of a list.",
+    ),
     "send_counts": Option(
         "Sequence[int] | None",
         "None",
-        "The extents of the first axes of the blocks that this rank sends, if they differ. One array.",
+        "The extents of the first axes of the blocks that this rank sends, if they differ. Of a list of arrays, a list "
+        "for each.",
     ),
     "receive_counts": Option(
         "Sequence[int] | None",
         "None",
-        "The same of those that it receives; None with ``send_counts``: the ranks exchange them first. All ranks give "
-        "it, or none does.",
+        "The same of those that it receives, of one array; None with ``send_counts``: they travel inside the call. All "
+        "ranks give it, or none does.",
     ),
     "in_place": Option("bool", "True", "Write the values into the arrays; False: return new ones."),
     "async_op": Option(
@@ -308,7 +317,7 @@ class AllGather(Call):
     code = 5
     name = "all_gather"
     positional = ("x",)
-    keywords = (*_MOVING, "counts", "ragged", "async_op", "by_name")
+    keywords = (*_MOVING, "counts", "ragged", "return_counts", "async_op", "by_name")
     summary = (
         "Joins the arrays of all ranks along the first axis, in the order of the ranks; every rank gets the result. "
         "Collective."
@@ -325,6 +334,11 @@ class AllGather(Call):
         dl_comm.all_gather(np.ones((dl_comm.rank() + 1, 3)), ragged=True)  # other lengths on other ranks
     """
     if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self, x: Any, *, return_counts: Literal[True], async_op: bool = ..., **options: Unpack[Ragged]
+        ) -> Any: ...
 
         @overload
         def __call__(self, x: Arrays, *, async_op: Literal[False] = ..., **options: Unpack[Ragged]) -> Arrays: ...
@@ -347,7 +361,10 @@ class Gather(Call):
     code = 6
     name = "gather"
     positional = ("x", "root")
-    keywords = AllGather.keywords
+    keywords = tuple(name for name in AllGather.keywords if name != "return_counts")
+    own: ClassVar = {
+        "ragged": Option("bool", "False", "The extents of the first axis differ, and the ranks exchange them first.")
+    }
     summary = (
         "Joins the arrays of all ranks along the first axis, in the order of the ranks; rank ``root`` of the group "
         "gets the result. Collective."
@@ -494,7 +511,7 @@ class AllToAll(Call):
     code = 9
     name = "all_to_all"
     positional = ("x",)
-    keywords = (*_MOVING, "send_counts", "receive_counts", "async_op", "by_name")
+    keywords = (*_MOVING, "send_counts", "receive_counts", "return_counts", "async_op", "by_name")
     summary = (
         "Sends block r of every array, along the first axis, to rank r; the result has a block from each rank, in "
         "their order. Collective."
@@ -508,8 +525,14 @@ class AllToAll(Call):
         x = np.ones(2) * dl_comm.rank()
         dl_comm.all_to_all(x)                      # on both of 2 ranks: array([0., 1.])
         dl_comm.all_to_all(x, send_counts=[0, 2])  # everything to rank 1
+        y, counts = dl_comm.all_to_all(x, send_counts=[1, 1], return_counts=True)  # counts: [1, 1]
     """
     if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self, x: Any, *, return_counts: Literal[True], async_op: bool = ..., **options: Unpack[Exchanged]
+        ) -> Any: ...
 
         @overload
         def __call__(self, x: Arrays, *, async_op: Literal[False] = ..., **options: Unpack[Exchanged]) -> Arrays: ...

@@ -83,7 +83,7 @@ class ScaledBlocks(Scaled, total=False):
 class Exchanged(Common, total=False):
     """Of all_to_all."""
 
-    send_counts: Sequence[int] | None
+    send_counts: Sequence[Any] | None
     receive_counts: Sequence[int] | None
 
 

@@ -3,11 +3,12 @@
 //! A started call owns references to its arrays until it has ended, also if Python drops its handle.
 
 use std::ffi::{CString, c_char, c_int, c_void};
+use std::mem::MaybeUninit;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyDict, PyString};
 
 use crate::api::ffi::{
     self, dl_comm_call_t, dl_comm_group_options_t, dl_comm_group_t, dl_comm_message_t, dl_comm_status_t, dl_comm_work_t,
@@ -133,7 +134,7 @@ pub fn join(py: Python<'_>, group: Option<&Bound<'_, Group>>, timeout: f64) -> P
 
 /// A call as Python describes it: collective, operator, root, the number of blocks in the shorter array, read arrays and
 /// written arrays (`None` where this rank has none), counts, name, deadline as in `dl_comm_call_t`, the factors of a scaled
-/// sum, and whether it matches by its name. A tuple, because reading it is fast.
+/// operator, and whether it matches by its name. A tuple, because reading it is fast.
 type CallSpec<'py> = (
     c_int,
     c_int,
@@ -187,6 +188,7 @@ impl CCall {
             postscale,
             done: None,
             context: ptr::null_mut(),
+            allocate: None,
         };
         let arrays = sources.into_iter().chain(destinations).flatten().map(Bound::unbind).collect();
         Ok(CCall { raw, _buffers: buffers, _counts: [send_counts, receive_counts], _name: name, arrays })
@@ -197,6 +199,84 @@ impl CCall {
 pub unsafe extern "C" fn release(context: *mut c_void, _code: c_int, _message: *const c_char) {
     // SAFETY: from `Arc::into_raw`, and called once. Without the GIL, PyO3 releases the references later.
     drop(unsafe { Arc::from_raw(context.cast::<Arrays>().cast_const()) });
+}
+
+/// Memory of a result, for NumPy's `__array_interface__`: bytes.
+#[pyclass(frozen)]
+pub struct Memory {
+    address: usize,
+    bytes: usize,
+    _words: Vec<MaybeUninit<u128>>,
+}
+
+impl Memory {
+    fn new(bytes: usize) -> Option<Memory> {
+        let mut words = Vec::<MaybeUninit<u128>>::new();
+        let count = bytes.div_ceil(size_of::<u128>()).max(1);
+        words.try_reserve_exact(count).ok()?;
+        // SAFETY: there is room for them, and they need no value.
+        unsafe { words.set_len(count) };
+        Some(Memory { address: words.as_mut_ptr().expose_provenance(), bytes, _words: words })
+    }
+}
+
+#[pymethods]
+impl Memory {
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let described = PyDict::new(py);
+        described.set_item("version", 3)?;
+        described.set_item("typestr", "|u1")?;
+        described.set_item("shape", (self.bytes,))?;
+        described.set_item("data", (self.address, false))?;
+        Ok(described)
+    }
+}
+
+/// What a call of unknown lengths receives: for each array the lengths of its blocks, and their memory.
+pub struct Received {
+    ranks: usize,
+    /// The bytes of an element of each array.
+    sizes: Vec<usize>,
+    parts: Mutex<Vec<(Vec<usize>, Memory)>>,
+    _arrays: Arrays,
+}
+
+impl Received {
+    /// Makes room for blocks of these lengths; `None`: there is no memory.
+    fn allocate(&self, lengths: &[usize]) -> Option<Vec<*mut c_void>> {
+        let part = |(lengths, size): (&[usize], &usize)| {
+            let total = lengths.iter().try_fold(0usize, |total, length| total.checked_add(*length))?;
+            Some((lengths.to_vec(), Memory::new(total.checked_mul(*size)?)?))
+        };
+        let made = lengths.chunks(self.ranks).zip(&self.sizes).map(part).collect::<Option<Vec<_>>>()?;
+        let places = made.iter().map(|(_, memory)| ptr::with_exposed_provenance_mut(memory.address)).collect();
+        *self.parts.lock().unwrap_or_else(PoisonError::into_inner) = made;
+        Some(places)
+    }
+
+    /// Takes what has arrived.
+    fn take(&self) -> Vec<(Vec<usize>, Memory)> {
+        std::mem::take(&mut *self.parts.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// The `allocate` of a call of unknown lengths. `context` is its `Received`.
+unsafe extern "C" fn make_room(context: *mut c_void, lengths: *const usize, results: *mut *mut c_void) -> c_int {
+    // SAFETY: the context is valid until the call has ended, and the lists have an entry for each array (and rank).
+    unsafe {
+        let received = &*context.cast::<Received>();
+        let lengths = std::slice::from_raw_parts(lengths, received.ranks * received.sizes.len());
+        let Some(places) = received.allocate(lengths) else { return 1 };
+        results.copy_from_nonoverlapping(places.as_ptr(), places.len());
+    }
+    0
+}
+
+/// The `done` of a started call of unknown lengths. `context` is the `Arc` of its `Received`.
+unsafe extern "C" fn release_received(context: *mut c_void, _code: c_int, _message: *const c_char) {
+    // SAFETY: as for `release`.
+    drop(unsafe { Arc::from_raw(context.cast::<Received>().cast_const()) });
 }
 
 /// Starts a call: `start` gets the function and context for its end, and the place of its handle.
@@ -216,7 +296,7 @@ pub fn start(
         // SAFETY: nothing was started, so `release` is not called.
         drop(unsafe { Arc::from_raw(context.0.cast::<Arrays>().cast_const()) });
     }
-    started.map(|_| Work { handle, _arrays: arrays })
+    started.map(|_| Work { handle, _arrays: arrays, received: None })
 }
 
 /// A context that another thread may have.
@@ -276,6 +356,42 @@ impl Group {
         })
     }
 
+    /// Runs a call of which this rank knows only the lengths that it sends; returns what has arrived.
+    fn run_unknown(&self, py: Python<'_>, spec: CallSpec<'_>) -> PyResult<Vec<(Vec<usize>, Memory)>> {
+        let (request, received) = self.of_unknown_lengths(py, spec)?;
+        let group = &self.handle;
+        let context = Shared(Arc::as_ptr(&received).cast_mut().cast());
+        call(py, || {
+            let (request, context) = (request, context);
+            let mut raw = request.raw;
+            raw.context = context.0;
+            // SAFETY: arrays and context live until the call has ended.
+            unsafe { ffi::dl_comm_run(group.raw(), &raw const raw) }
+        })?;
+        Ok(received.take())
+    }
+
+    /// Starts such a call; its `received` has what has arrived.
+    fn start_unknown(&self, py: Python<'_>, spec: CallSpec<'_>) -> PyResult<Work> {
+        let (request, received) = self.of_unknown_lengths(py, spec)?;
+        let group = &self.handle;
+        let context = Shared(Arc::into_raw(Arc::clone(&received)).cast_mut().cast());
+        let mut handle = Handle::new(ffi::dl_comm_work_free);
+        let started = call(py, || {
+            let (request, context, handle) = (request, &context, &mut handle);
+            let mut raw = request.raw;
+            raw.done = Some(release_received);
+            raw.context = context.0;
+            // SAFETY: `release_received` keeps arrays and context until the call has ended.
+            unsafe { ffi::dl_comm_start(group.raw(), &raw const raw, handle.place()) }
+        });
+        if started.is_err() {
+            // SAFETY: nothing was started, so `release_received` is not called.
+            drop(unsafe { Arc::from_raw(context.0.cast::<Received>().cast_const()) });
+        }
+        started.map(|_| Work { handle, _arrays: Arc::default(), received: Some(received) })
+    }
+
     /// Starts to send arrays.
     fn send(&self, py: Python<'_>, message: MessageSpec<'_>) -> PyResult<Work> {
         self.transfer(py, message, true)
@@ -311,6 +427,19 @@ impl Group {
     /// The handle of the C API.
     pub fn raw(&self) -> *const dl_comm_group_t {
         self.handle.raw()
+    }
+
+    /// A call that makes room for its results when the lengths are known, and the place of these.
+    fn of_unknown_lengths(&self, py: Python<'_>, spec: CallSpec<'_>) -> PyResult<(CCall, Arc<Received>)> {
+        let sources = spec.4.as_deref().unwrap_or_default();
+        let size_of_element = |array: &Bound<'_, PyAny>| array.getattr("itemsize")?.extract::<usize>();
+        let sizes = sources.iter().map(size_of_element).collect::<PyResult<Vec<_>>>()?;
+        let ranks = usize::try_from(self.size(py)?)?;
+        let mut request = CCall::new(py, spec)?;
+        request.raw.allocate = Some(make_room);
+        let arrays = std::mem::take(&mut request.arrays);
+        let received = Received { ranks, sizes, parts: Mutex::default(), _arrays: arrays };
+        Ok((request, Arc::new(received)))
     }
 
     fn transfer(&self, py: Python<'_>, message: MessageSpec<'_>, sends: bool) -> PyResult<Work> {
@@ -372,10 +501,17 @@ impl CMessage {
 pub struct Work {
     handle: Handle<dl_comm_work_t>,
     _arrays: Arc<Arrays>,
+    received: Option<Arc<Received>>,
 }
 
 #[pymethods]
 impl Work {
+    /// Takes what a call of unknown lengths, which has ended, has received: for each array the lengths of its blocks, and
+    /// their memory.
+    fn received(&self) -> Vec<(Vec<usize>, Memory)> {
+        self.received.as_ref().map(|received| received.take()).unwrap_or_default()
+    }
+
     /// Whether the call has ended; raises its error.
     fn test(&self, py: Python<'_>) -> PyResult<bool> {
         let mut ended = 0;

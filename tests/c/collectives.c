@@ -193,6 +193,85 @@ static void blocks_of_different_lengths(void) {
   }
 }
 
+/* Room for the results of calls of unknown lengths. */
+typedef struct {
+  size_t tensors, lengths[3 * MOST];
+  int32_t values[3][4096];
+  int refuses;
+} room_t;
+
+static int allocate(void* context, const size_t* lengths, void** results) {
+  room_t* room = (room_t*)context;
+  if (room->refuses) return 7;
+  memcpy(room->lengths, lengths, room->tensors * (size_t)size * sizeof *lengths);
+  for (size_t t = 0; t < room->tensors; ++t) results[t] = room->values[t];
+  return 0;
+}
+
+/* Rank r sends r + receiver + tensor elements; no rank knows what the others send. */
+static void unknown_lengths(void) {
+  static int32_t src[3][4096];
+  static room_t room;
+  dl_comm_buffer_t buffers[3];
+  size_t sent[3 * MOST];
+  for (int collective = DL_COMM_ALLGATHER; collective <= DL_COMM_ALLTOALL; ++collective) {
+    if (collective != DL_COMM_ALLGATHER && collective != DL_COMM_ALLTOALL) continue;
+    const int pairs = collective == DL_COMM_ALLTOALL;
+    for (size_t tensors = 1; tensors <= 3; ++tensors) {
+      for (int started = 0; started < 2; ++started) {
+        for (size_t t = 0; t < tensors; ++t) {
+          size_t total = 0;
+          for (int to = 0; to < (pairs ? size : 1); ++to) {
+            const size_t length = (size_t)(rank + to) + t;
+            sent[t * (size_t)size + (size_t)to] = length;
+            for (size_t i = 0; i < length; ++i) src[t][total++] = element(rank, to, i + t);
+          }
+          buffers[t] = buffer_of(src[t], NULL, total);
+        }
+        memset(&room, 0, sizeof room);
+        room.tensors = tensors;
+        dl_comm_call_t call = call_on((dl_comm_collective_t)collective, buffers);
+        call.count = tensors;
+        call.send_counts = pairs ? sent : NULL;
+        call.allocate = allocate;
+        call.context = &room;
+        if (started) {
+          dl_comm_work_t* work = NULL;
+          EXPECT(dl_comm_start(group, &call, &work) == 0);
+          EXPECT(dl_comm_wait(work, 0) == 0 && dl_comm_work_free(work) == 0);
+        } else {
+          EXPECT(dl_comm_run(group, &call) == 0);
+        }
+        for (size_t t = 0; t < tensors; ++t) {
+          size_t position = 0;
+          const int to = pairs ? rank : 0;
+          for (int from = 0; from < size; ++from) {
+            const size_t length = (size_t)(from + to) + t;
+            EXPECT(room.lengths[t * (size_t)size + (size_t)from] == length);
+            for (size_t i = 0; i < length; ++i) {
+              EXPECT(room.values[t][position++] == element(from, to, i + t));
+            }
+          }
+        }
+      }
+    }
+  }
+  dl_comm_call_t call = call_on(DL_COMM_ALLGATHER, buffers);
+  room.tensors = 1;
+  call.allocate = allocate;
+  call.context = &room;
+  room.refuses = rank == 0;
+  const int code = dl_comm_run(group, &call);
+  EXPECT(code == (rank == 0 ? DL_COMM_ERROR_SYSTEM : DL_COMM_ERROR_MISMATCH));
+  room.refuses = 0;
+  EXPECT(dl_comm_run(group, &call) == 0);
+  call.send_counts = sent;
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "allocate");
+  call = call_on(DL_COMM_BROADCAST, buffers);
+  call.allocate = allocate;
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "lengths");
+}
+
 static void count_call(void* context, int code, const char* message) {
   if (code == 0 && message[0] == '\0') __atomic_add_fetch((int*)context, 1, __ATOMIC_RELAXED);
 }
@@ -435,6 +514,7 @@ int main(void) {
     }
   }
   blocks_of_different_lengths();
+  unknown_lengths();
   many_in_flight();
   repeated();
   operators();

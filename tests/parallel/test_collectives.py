@@ -220,6 +220,80 @@ def test_blocks_of_different_lengths(framework: Framework, mode: str, rank: int,
     same(found, expected, tolerance=1e-6)
 
 
+def test_lists_of_different_lengths(framework: Framework, mode: str, rank: int, size: int) -> None:
+    """Each array has its own lengths."""
+    lengths = [[other + 1 for other in range(size)], [(3 * other) % 4 for other in range(size)]]
+
+    def run(one: Any, two: Any) -> Any:
+        return framework.comm.all_gather([one, two], ragged=True, name="list")
+
+    given = [np.full((rows[rank], 2), rank, kind) for rows, kind in zip(lengths, ("f4", "i8"), strict=True)]
+    found = framework.runner(run, mode)(*given)
+    joined = [np.repeat(np.arange(size), rows)[:, np.newaxis].repeat(2, 1) for rows in lengths]
+    same(found, [joined[0].astype("f4"), joined[1]])
+
+
+@pytest.mark.needs("async")
+@pytest.mark.parametrize("by_name", [False, True])
+def test_lengths_travel_inside_the_call(framework: Framework, by_name: bool, rank: int, size: int) -> None:
+    """Calls start at once, whatever the other ranks do: here each waits for them in its own order."""
+    comm, make, check = framework.comm, framework.make, framework.check
+    options: dict[str, Any] = {"by_name": by_name, "async_op": True, "return_counts": True}
+    rows = [2 * other for other in range(size)]
+    gathers = [
+        comm.all_gather(make(np.full((rows[rank], 3), rank + i)), ragged=True, name=f"gather {i % 3}", **options)
+        for i in range(6)
+    ]
+    total = comm.allreduce(make(np.ones(3)), name="sum", by_name=by_name, async_op=True)
+    send = [rank + to for to in range(size)]
+    sent = np.repeat(10 * rank + np.arange(size), send)
+    exchange = comm.all_to_all(make(sent), send_counts=send, name="exchange", **options)
+    lists = comm.all_to_all([make(sent), make(sent[:0])], send_counts=[send, [0] * size], name="lists", **options)
+    received = np.repeat(10 * np.arange(size) + rank, [other + rank for other in range(size)])
+
+    def check_exchanges() -> None:
+        y, counts = exchange.wait()
+        check(y, received)
+        (one, none), both = lists.wait()
+        check([one, none], [received, sent[:0]])
+        assert counts == [other + rank for other in range(size)]
+        assert both == [counts, [0] * size]
+
+    if rank % 2:
+        check_exchanges()
+    for i in reversed(range(6)) if rank % 2 else range(6):
+        y, counts = gathers[i].wait()
+        check(y, np.repeat(np.arange(size) + i, rows)[:, np.newaxis].repeat(3, 1))
+        assert counts == rows
+    if rank % 2 == 0:
+        check_exchanges()
+    check(total.wait(), np.full(3, float(size)))
+
+
+@pytest.mark.needs("async")
+def test_counts_of_the_result(framework: Framework, rank: int, size: int) -> None:
+    comm, make, check = framework.comm, framework.make, framework.check
+    options: dict[str, Any] = {"return_counts": True}
+    rows = list(range(1, size + 1))
+    x = make(np.ones((rank + 1, 2)))
+    assert comm.all_gather(x, counts=rows, **options)[1] == rows == comm.all_gather(x, ragged=True, **options)[1]
+    assert comm.all_gather([x[:1], x[:1]], **options)[1] == [[1] * size] * 2
+    assert comm.all_gather(3, **options)[1] == [1] * size
+    assert comm.all_gather(x[:1], async_op=True, **options).wait()[1] == [1] * size
+    even = make(np.ones(2 * size))
+    assert comm.all_to_all(even, **options)[1] == [2] * size
+    send = {"send_counts": [rank + 1] * size}
+    spread = make(np.ones((rank + 1) * size))
+    assert comm.all_to_all(spread, **send, receive_counts=rows, **options)[1] == rows
+    assert comm.all_to_all(spread, **send, **options)[1] == rows
+    empty, counts = comm.all_gather(make(np.ones((rank + 1, 0))), ragged=True, **options)
+    check(empty, np.ones((sum(rows), 0)))
+    assert counts == rows
+    out = make(np.zeros((sum(rows), 2)))
+    assert comm.all_gather(x, ragged=True, out=out) is out
+    check(out, np.ones((sum(rows), 2)))
+
+
 @pytest.mark.needs("async")
 def test_handles_end_in_any_order(framework: Framework, rank: int, size: int) -> None:
     comm, make, check = framework.comm, framework.make, framework.check
@@ -514,7 +588,7 @@ BAD: dict[str, tuple[Any, ...]] = {
         "for this rank",
     ),
     "counts of two arrays": (lambda f, x, size: f.comm.all_gather([x, x], counts=[4] * size), "one (array|tensor)"),
-    "two ragged arrays": (lambda f, x, size: f.comm.all_gather([x, x], ragged=True), "one (array|tensor)"),
+    "two ragged arrays to one rank": (lambda f, x, size: f.comm.gather([x, x], ragged=True), "one (array|tensor)"),
     "counts that end early": (lambda f, x, size: f.comm.all_to_all(x, send_counts=[0] * size), "sum 0"),
     "receive counts only": (lambda f, x, size: f.comm.all_to_all(x, receive_counts=[4] * size), "send_counts"),
     "destination": (lambda f, x, size: f.comm.send(x, size), "dest|rank"),

@@ -38,6 +38,7 @@ def arrays(x: Array, many: list[Array], number: float, count: int, scalar: np.fl
     assert_type(dl_comm.reduce_scatter(x, "sum", prescale=0.5), Array)
     assert_type(dl_comm.all_to_all(many), list[Array])
     assert_type(dl_comm.all_to_all(x, send_counts=[1, 2]), Array)
+    assert_type(dl_comm.all_to_all(x, send_counts=[1, 2], return_counts=True), Any)
     assert_type(dl_comm.broadcast([x, x], 0), list[Array])
     assert_type(dl_comm.broadcast(x, in_place=False), Array)
     assert_type(dl_comm.broadcast(number), float)

@@ -11,10 +11,12 @@ use super::arguments::{
 };
 use super::functions::{free, status};
 use super::groups::CGroup;
+use crate::buffer::Tensor;
+use crate::collective::Op;
 use crate::error::{Error, Result};
-use crate::group::{CallHandle, CallOptions, CallWords, Group, OnComplete, SmallCallInput, TensorWords};
+use crate::group::{CallHandle, CallOptions, CallWords, Group, OnComplete, RaggedTensor, SmallCallInput, TensorWords};
 use crate::p2p::Transfer;
-use crate::runtime::collectives::{self, Request};
+use crate::runtime::collectives::{self, RaggedCall, Request};
 use crate::runtime::point_to_point;
 
 /// `dl_comm_work_t` of `dl_comm.h`.
@@ -53,14 +55,33 @@ pub struct CCall {
     pub timeout: f64,
     /// The GPU of the tensors, or null.
     pub device: *const CDevice,
-    /// The factor of every input, for the scaled sum.
+    /// The factor of every input, for the scaled operators.
     pub prescale: f64,
-    /// The factor of the sum, for the scaled sum.
+    /// The factor of the result, for the scaled operators.
     pub postscale: f64,
     /// Called with the result, or null.
     pub done: Option<unsafe extern "C" fn(*mut c_void, c_int, *const c_char)>,
-    /// The first argument of `done`.
+    /// The first argument of `done` and of `allocate`.
     pub context: *mut c_void,
+    /// Makes room for results of unknown lengths, or null.
+    pub allocate: Option<CAllocate>,
+}
+
+/// The caller's function that makes room for the results.
+type CAllocate = unsafe extern "C" fn(*mut c_void, *const usize, *mut *mut c_void) -> c_int;
+
+/// The caller's context, as an argument of its functions.
+#[derive(Clone, Copy)]
+struct Context(*mut c_void);
+
+// SAFETY: by contract (dl_comm.h), any thread may call the functions with it.
+unsafe impl Send for Context {}
+
+impl Context {
+    /// The context. As a method, so that closures hold the `Context`.
+    fn raw(self) -> *mut c_void {
+        self.0
+    }
 }
 
 /// The caller's callback.
@@ -148,6 +169,45 @@ impl CCall {
         Some(CallWords { head, tensors })
     }
 
+    /// The call and its options if a rank knows only the lengths that it sends.
+    ///
+    /// # Safety
+    /// The pointers are valid as the header says.
+    unsafe fn ragged(&self, allocate: CAllocate, ranks: usize) -> Result<(RaggedCall, CallOptions)> {
+        let Request::Collective(op) = self.request()? else {
+            return Err(Error::Invalid("adasum takes no `allocate`: the results are as long as the tensors".into()));
+        };
+        if !self.receive_counts.is_null() || (self.send_counts.is_null() == (op == Op::ALLTOALL)) {
+            let text = "with `allocate`, receive_counts is NULL, and send_counts too, but for DL_COMM_ALLTOALL";
+            return Err(Error::Invalid(text.into()));
+        }
+        // SAFETY: the caller's promise, here and below.
+        let (list, name, device) =
+            unsafe { (tensors(self.buffers, self.count)?, text(self.name).into_owned(), to_device(self.device)) };
+        let count = list.len();
+        let sent = |(index, tensor): (usize, Tensor)| {
+            let lengths = match self.send_counts.is_null() {
+                true => vec![tensor.buffer.len()],
+                // SAFETY: as above.
+                false => unsafe { array(self.send_counts.add(index * ranks), ranks, "send_counts") }?.to_vec(),
+            };
+            Ok(RaggedTensor { tensor, sent: lengths })
+        };
+        let tensors = list.into_iter().enumerate().map(sent).collect::<Result<Vec<_>>>()?;
+        let context = Context(self.context);
+        let places = move |lengths: &[usize]| {
+            let mut places = vec![ptr::null_mut::<c_void>(); count];
+            // SAFETY: by contract, the function is callable with its context.
+            match unsafe { allocate(context.raw(), lengths.as_ptr(), places.as_mut_ptr()) } {
+                0 => Ok(places.into_iter().map(<*mut c_void>::cast).collect()),
+                code => Err(Error::System(format!("there is no memory for the results: `allocate` returned {code}"))),
+            }
+        };
+        let (timeout, by_name) = (to_timeout(self.timeout), self.is_by_name());
+        let options = CallOptions { name, by_name, timeout, device, ..CallOptions::default() };
+        Ok(((op, tensors, Box::new(places)), options))
+    }
+
     /// # Safety
     /// The strings and structures are valid or NULL; the counts have `ranks` entries.
     unsafe fn options(&self, request: Request, ranks: usize) -> Result<CallOptions> {
@@ -176,8 +236,14 @@ pub unsafe extern "C" fn dl_comm_start(group: *const CGroup, call: *const CCall,
         let (group, call) = (&reference(group, "group")?.0, sized(call, offset_of!(CCall, done), "call")?);
         let callback = call.done.map(|done| Callback { done, context: call.context });
         let then = callback.map(|callback| -> OnComplete { Box::new(move |result| callback.call(&result)) });
+        let ranks = group.call_config().ranks;
+        if let Some(allocate) = call.allocate {
+            let (ragged, options) = call.ragged(allocate, ranks)?;
+            let handle = collectives::start_ragged(group, ragged, options, then)?;
+            return store(work, Box::into_raw(Box::new(CWork::Call(handle))), "work");
+        }
         let request = call.request()?;
-        let options = call.options(request, group.call_config().ranks)?;
+        let options = call.options(request, ranks)?;
         let handle = collectives::start(group, request, tensors(call.buffers, call.count)?, options, then)?;
         store(work, Box::into_raw(Box::new(CWork::Call(handle))), "work")
     })
@@ -194,6 +260,10 @@ pub unsafe extern "C" fn dl_comm_run(group: *const CGroup, call: *const CCall) -
         let (group, call) = (&reference(group, "group")?.0, sized(call, offset_of!(CCall, done), "call")?);
         if call.done.is_some() {
             return Err(Error::Invalid("dl_comm_run calls no `done`; use dl_comm_start".into()));
+        }
+        if let Some(allocate) = call.allocate {
+            let (ragged, options) = call.ragged(allocate, group.call_config().ranks)?;
+            return collectives::run_ragged(group, ragged, options);
         }
         let is_plain = call.send_counts.is_null() && call.receive_counts.is_null() && to_device(call.device).is_none();
         if is_plain && let Some(result) = call.try_small(group) {

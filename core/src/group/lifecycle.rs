@@ -131,7 +131,8 @@ impl Group {
         process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-        Ok(Group { number, shared, topology, executor, messenger: OnceLock::new() })
+        let (messenger, ragged_calls) = (OnceLock::new(), Mutex::default());
+        Ok(Group { number, shared, topology, executor, messenger, ragged_calls })
     }
 
     /// Makes the memory of this rank and starts the threads now, not by the first call.

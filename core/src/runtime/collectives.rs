@@ -11,8 +11,8 @@ use crate::device::Device;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::{
-    self, CallHandle, CallOptions, CallWords, Group, Join, OnComplete, Position, SmallCallInput, Timeout,
-    wait_for_result,
+    self, Allocate, CallHandle, CallOptions, CallWords, Group, Join, OnComplete, Position, RaggedTensor,
+    SmallCallInput, Timeout, wait_for_result,
 };
 use crate::reduce::ReduceOp;
 use crate::timeline;
@@ -93,6 +93,44 @@ pub unsafe fn start(
     unsafe { submit(group, request, tensors, options, done) };
     Ok(handle)
 }
+
+/// Starts an all-gather or all-to-all of which a rank knows only the lengths that it sends; `then` as for [`start`].
+///
+/// # Errors
+/// As for [`start`].
+///
+/// # Safety
+/// As for [`group::start_ragged`].
+pub unsafe fn start_ragged(
+    group: &Arc<Group>,
+    (op, tensors, allocate): RaggedCall,
+    options: CallOptions,
+    then: Option<OnComplete>,
+) -> Result<CallHandle> {
+    check_fork()?;
+    let (handle, done) = CallHandle::new(then);
+    // SAFETY: the caller's promise.
+    unsafe { group::start_ragged(group, op, tensors, options, allocate, done) };
+    Ok(handle)
+}
+
+/// Runs such a call to its end.
+///
+/// # Errors
+/// Those of the call.
+///
+/// # Safety
+/// As for [`group::start_ragged`].
+pub unsafe fn run_ragged(group: &Arc<Group>, (op, tensors, allocate): RaggedCall, options: CallOptions) -> Result<()> {
+    check_fork()?;
+    // Its collectives are started one by the other, not by this thread.
+    let _blocked = blocked();
+    // SAFETY: the caller's promise.
+    wait_for_result(interrupt, |done| unsafe { group::start_ragged(group, op, tensors, options, allocate, done) })
+}
+
+/// What [`group::start_ragged`] takes: the collective, its tensors, and what makes room for the results.
+pub type RaggedCall = (Op, Vec<RaggedTensor>, Allocate);
 
 /// Starts a call as [`start`], without a handle. `done` gets every error.
 ///

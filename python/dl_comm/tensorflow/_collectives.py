@@ -98,7 +98,7 @@ class _Call:
         return [self.exchanged(AllGather, _ops.extent(self.tensors[0]))]
 
 
-_NOT_HERE = ("out", "async_op")
+_NOT_HERE = ("out", "async_op", "return_counts")
 _TENSOR = (
     " Also variables, what TensorFlow converts, and ``tf.IndexedSlices``, which become dense; numbers become tensors "
     "of int64, float64, complex128 or bool."
@@ -165,6 +165,13 @@ def reduce(x: Any, root: int, op: str, common: tuple[Any, ...]) -> Any:
 
 @op_of(AllGather, _variant(AllGather))
 def all_gather(x: Any, counts: Any, ragged: bool, common: tuple[Any, ...]) -> Any:
+    if isinstance(x, (list, tuple)) and len(x) > 1 and checked_flag("ragged", ragged) and counts is None:
+        group, name, timeout, by_name = common
+        names = [name and f"{name} {i}" for i in range(len(x))]
+        return [
+            all_gather(each, ragged=True, group=group, name=called, timeout=timeout, by_name=by_name)
+            for each, called in zip(x, names, strict=True)
+        ]
     call = _Call(AllGather, x, *common)
     return call.run(counts=call.extents(counts, ragged))
 

@@ -259,5 +259,12 @@ _GRADIENTS: dict[str, Callable[..., Tensors]] = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
 }
+
+
+def gradient_of(name: str, grads: Tensors, shapes: Shapes, place: Place, own: Sequence[Any], how: How) -> Tensors:
+    """Return the gradients of the tensors of a collective; `own`: its own arguments, as the op takes them."""
+    return _GRADIENTS[name](None, grads, shapes, place, *own, how)
+
+
 for _name, _gradient in _GRADIENTS.items():
     _register(_name, _gradient, _saves_nothing)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dl_comm import _groups, _job
+from dl_comm import _groups, _job, _work
 from dl_comm._checks import checked_flag, checked_float, seconds
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group
@@ -25,6 +25,7 @@ from dl_comm.torch._arguments import (
     call_name,
     carried,
     checked_rank,
+    device_of,
     first,
     item,
     listed_counts,
@@ -36,6 +37,7 @@ from dl_comm.torch._arguments import (
     tensors_of,
 )
 from dl_comm.torch._levels import allreduce_by_levels, steps_of
+from dl_comm.torch._ragged import run_unknown
 from dl_comm.torch._work import Work
 
 
@@ -97,8 +99,15 @@ def reduce(x: Any, root: int, op: str, common: tuple[Any, ...]) -> Any:
 
 
 @made(AllGather, _TORCH)
-def all_gather(x: Any, counts: Sequence[int] | None, ragged: bool, common: tuple[Any, ...]) -> Any:
-    return _run(AllGather, x, common, _extents(AllGather, x, counts, ragged, common))
+def all_gather(x: Any, counts: Sequence[int] | None, ragged: bool, return_counts: bool, common: tuple[Any, ...]) -> Any:
+    if checked_flag("ragged", ragged) and counts is None and _travel_inside(x, common):
+        return run_unknown(AllGather, x, None, return_counts, common)
+    extents = _extents(AllGather, x, counts, ragged, common)
+    result = _run(AllGather, x, common, extents)
+    if not checked_flag("return_counts", return_counts):
+        return result
+    size = place(common[0])[2]
+    return _with_counts(x, result, lambda tensor: extents or [tensor.shape[0] if tensor.dim() else 1] * size)
 
 
 @made(Gather, _GATHER)
@@ -123,12 +132,42 @@ def reduce_scatter(
 
 @made(AllToAll, _TORCH)
 def all_to_all(
-    x: Any, send_counts: Sequence[int] | None, receive_counts: Sequence[int] | None, common: tuple[Any, ...]
+    x: Any,
+    send_counts: Sequence[Any] | None,
+    receive_counts: Sequence[int] | None,
+    return_counts: bool,
+    common: tuple[Any, ...],
 ) -> Any:
+    if send_counts is not None and receive_counts is None and _travel_inside(x, common):
+        return run_unknown(AllToAll, x, send_counts, return_counts, common)
     sent, received = listed_counts(send_counts), listed_counts(receive_counts)
     if send_counts is not None and receive_counts is None:
         received = _before(AllToAll, all_to_all, sent, "counts", common)
-    return _run(AllToAll, x, common, sent, received)
+    result = _run(AllToAll, x, common, sent, received)
+    if not checked_flag("return_counts", return_counts):
+        return result
+    size = place(common[0])[2]
+    return _with_counts(x, result, lambda tensor: received or [tensor.shape[0] // size] * size)
+
+
+def _travel_inside(x: Any, common: tuple[Any, ...]) -> bool:
+    """Return whether lengths travel inside the call. Otherwise the ranks exchange them first.
+
+    They do in host memory, where lists and started calls on GPUs go, too; not in a compiled graph.
+    """
+    is_plain = common[4] is False and not (isinstance(x, (list, tuple)) and len(x) > 1)
+    return not torch.compiler.is_compiling() and not (is_plain and device_of(x) == "gpu")
+
+
+def _with_counts(x: Any, result: Any, counts_of: Callable[[torch.Tensor], list[int]]) -> Any:
+    """Return a result, or a `Work` of it, together with the extents of its blocks."""
+    tensors, wrap = tensors_of(x)
+    counts = [counts_of(tensor) for tensor in tensors]
+    counted: Any = counts[0] if wrap in (first, item) else counts
+    if not isinstance(result, Work):
+        return result, counted
+    handle, made = result._handle, result._result
+    return _work.Work(handle, lambda handle: (made(handle), counted))
 
 
 def broadcast_new(

@@ -6,7 +6,6 @@ import importlib
 import re
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -93,33 +92,6 @@ def test_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert execute_function_multithreaded(lambda x: x * 2, [[1], [2]]) == {0: 2, 1: 4}
     with pytest.raises(ValueError, match="tuple"):
         in_thread(print, [1])  # type: ignore[arg-type]
-
-
-def test_the_second_stage_of_a_call_keeps_its_error() -> None:
-    from horovod.common._calls import Then
-
-    class Ended:
-        def test(self) -> bool:
-            return True
-
-        def wait(self) -> int:
-            return 3
-
-    def fails(result: int) -> Any:
-        raise KeyError(result)
-
-    call = Then(Ended(), fails)
-    for _ in range(2):
-        with pytest.raises(KeyError, match="3"):
-            call.wait()
-    with pytest.raises(KeyError):
-        call.test()
-    until = time.monotonic() + 20
-    followed = Then(Ended(), lambda result: Ended())  # by the thread
-    while not followed._has_followed:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    assert followed.wait() == 3
 
 
 def test_the_data_loader_reads_ahead() -> None:

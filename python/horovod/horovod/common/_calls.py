@@ -1,4 +1,4 @@
-"""Calls by name: which names are in use, handles on started calls, and calls of two stages.
+"""Calls by name: which names are in use, and handles on started calls.
 
 A name is in use until its call has been synchronized, or has ended and ``HOROVOD_CYCLE_TIME`` has passed since its
 submission. Horovod's engine takes as long, and scripts rely on it: until then ``poll`` is False.
@@ -187,60 +187,6 @@ def synchronize(handle: int) -> Any:
         call.end()
 
 
-class Then:
-    """A call, and what follows when it has ended: another call, or only a new result.
-
-    A thread of the process starts the second if nobody waits or tests.
-    """
-
-    def __init__(self, first: Started, then: Callable[[Any], Started]) -> None:
-        """Keeps the first; ``then`` starts the second from its result. Must not wait for other ranks."""
-        self._now, self._then = first, then
-        self._has_followed = False
-        self._lock = threading.Lock()
-        _follow(self)
-
-    def follows(self) -> bool:
-        """Starts the second if the first has ended; returns whether nothing is left to start."""
-        with self._lock:
-            if not self._has_followed and self._now.test():
-                self._start()
-            return self._has_followed
-
-    def _start(self) -> None:
-        self._has_followed = True
-        try:
-            self._now = self._then(self._now.wait())
-        except Exception as error:
-            self._now = _Failed(error)
-
-    def test(self) -> bool:
-        """Whether both have ended; raises their error."""
-        return self.follows() and self._now.test()
-
-    def wait(self) -> Any:
-        """Waits for both; returns the result of the second."""
-        with self._lock:
-            first = None if self._has_followed else self._now
-        if first is not None:
-            first.wait()
-            self.follows()
-        return self._now.wait()
-
-
-class _Failed:
-    """A call that could not start."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def test(self) -> bool:
-        """Raises the error."""
-        raise self._error
-
-    wait = test
-
-
 class With:
     """A call whose result is made from that of the core's call."""
 
@@ -276,37 +222,3 @@ class All:
         if errors:
             raise errors[0]
         return found
-
-
-_following: list[Then] = []
-_wake = threading.Condition()
-_thread: threading.Thread | None = None
-_PAUSE_S = 0.0002
-"""How often the thread looks: short against a call between hosts, long enough to cost little."""
-
-
-def _follow(call: Then) -> None:
-    global _thread
-    with _wake:
-        _following.append(call)
-        if _thread is None or not _thread.is_alive():  # none yet, or this is a forked child
-            _thread = threading.Thread(target=_run, name="horovod", daemon=True)
-            _thread.start()
-        _wake.notify()
-
-
-def _run() -> None:
-    while True:
-        with _wake:
-            while not _following:
-                _wake.wait()
-            calls = list(_following)
-        for call in calls:
-            try:
-                done = call.follows()
-            except Exception:
-                done = True  # whoever waits for it gets the error
-            if done:
-                with _wake:
-                    _following.remove(call)
-        time.sleep(_PAUSE_S)

@@ -1,4 +1,4 @@
-"""All-gather: the ranks first exchange the lengths of the first axes.
+"""All-gather.
 
 Thread rule: that of `mpi_ops`.
 """
@@ -9,53 +9,27 @@ from typing import Any
 
 import torch
 
-from horovod.common._calls import All, Call, Then, With
+from horovod.common._calls import Call
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch._allreduce import allreduce, grouped_allreduce
 from horovod.torch._forms import Average, Tensors, checked, core, differentiable, of_gradient
 
 
-def _row_counts(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([[tensor.shape[0] if tensor.dim() else 1 for tensor in tensors]])
-
-
-def _gather_works(call: Call, tensors: list[torch.Tensor], rows: torch.Tensor) -> All:
-    """Starts the second stage: one call, or one for each tensor if the lengths differ."""
-    if bool((rows == rows[0]).all()):
-        return All([core.all_gather(tensors, async_op=True, **call.options())])
-    return All(
-        [
-            core.all_gather([tensor], counts=rows[:, i].tolist(), async_op=True, **call.options(f"_{i}" if i else ""))
-            for i, tensor in enumerate(tensors)
-        ]
-    )
-
-
-def _allgather(kind: str, x: Any, name: str | None, process_set: ProcessSet, rows: list[Any] | None = None) -> Any:
-    """Gathers; appends the lengths of all ranks to ``rows``. ``rows`` is None: starts it."""
+def _allgather(
+    kind: str, x: Any, name: str | None, process_set: ProcessSet, rows: list[list[int]] | None = None
+) -> Any:
+    """Gathers; appends the rows of each rank, for each tensor, to ``rows``. ``rows`` is None: starts it."""
     grouped = kind == "grouped_allgather"
     tensors = checked(x, grouped=grouped)
+
+    def result(found: tuple[Any, Any]) -> Any:
+        if rows is not None:
+            rows.extend(found[1] if grouped else [found[1]])
+        return found[0]
+
+    given, options = tensors if grouped else tensors[0], {"ragged": True, "return_counts": True}
     call = Call(kind, name, process_set)
-    extents = call.options(": extents")
-
-    def finished(results: list[list[torch.Tensor]]) -> Any:
-        joined = [each for result in results for each in result]
-        return joined if grouped else joined[0]
-
-    def started() -> With:
-        first = core.all_gather(_row_counts(tensors), async_op=True, **extents)
-        return With(Then(first, lambda found: _gather_works(call, tensors, found)), finished)
-
-    def run() -> Any:
-        found = core.all_gather(_row_counts(tensors), **extents)
-        assert rows is not None
-        rows.append(found)
-        if len(tensors) > 1:
-            return finished(_gather_works(call, tensors, found).wait())
-        is_even = bool((found == found[0]).all())
-        return finished([core.all_gather(tensors, counts=None if is_even else found[:, 0].tolist(), **call.options())])
-
-    return call.start(started) if rows is None else call.run(run)
+    return call.make(core.all_gather, given, is_async=rows is None, result=result, **options)
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -85,7 +59,7 @@ def allgather(
     Returns:
         A new tensor of the shape ``(sum of n, *rest)``.
     """
-    rows: list[torch.Tensor] = []
+    rows: list[list[int]] = []
     found: torch.Tensor = differentiable(
         lambda x: _allgather("allgather", x, name, process_set, rows),
         lambda grads: _own_rows(
@@ -103,7 +77,7 @@ def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Gathers a list of tensors, as ``allgather``."""
-    rows: list[torch.Tensor] = []
+    rows: list[list[int]] = []
     found = differentiable(
         lambda *x: tuple(_allgather("grouped_allgather", x, name, process_set, rows)),
         lambda grads: _own_rows(
@@ -118,13 +92,11 @@ def grouped_allgather(
 
 
 def _own_rows(
-    grads: list[torch.Tensor], rows: list[torch.Tensor], tensors: Tensors, process_set: ProcessSet
+    grads: list[torch.Tensor], rows: list[list[int]], tensors: Tensors, process_set: ProcessSet
 ) -> list[torch.Tensor]:
     """This rank's rows of each gradient of a gathered tensor."""
-    here = process_set.rank()
-    begins = rows[0][:here].sum(0).tolist()
-    counts = rows[0][here].tolist()
+    here = process_set.rank() or 0
     return [
-        grad.narrow(0, begin, count).reshape(tensor.shape)
-        for grad, begin, count, tensor in zip(grads, begins, counts, tensors, strict=True)
+        grad.narrow(0, sum(counts[:here]), counts[here]).reshape(tensor.shape)
+        for grad, counts, tensor in zip(grads, rows, tensors, strict=True)
     ]

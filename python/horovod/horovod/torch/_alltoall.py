@@ -1,4 +1,4 @@
-"""All-to-all: the ranks first exchange how many rows each gets.
+"""All-to-all.
 
 Thread rule: that of `mpi_ops`.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from horovod.common._calls import Call, Then, With
+from horovod.common._calls import Call
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch._forms import checked, core, differentiable, of_gradient
 
@@ -43,25 +43,13 @@ def _alltoall(
         call.end()
         raise
     rows = given if sum(sent) == given.shape[0] else given[: sum(sent)]
-    counts, lengths = torch.tensor(sent), call.options(": counts")
     device = splits.device if isinstance(splits, torch.Tensor) else "cpu"
 
-    def finished(result: torch.Tensor, received: list[int]) -> Any:
-        return result if splits is None else (result, torch.tensor(received, dtype=torch.int32, device=device))
+    def result(found: tuple[torch.Tensor, list[int]]) -> Any:
+        return found[0] if splits is None else (found[0], torch.tensor(found[1], dtype=torch.int32, device=device))
 
-    def second(found: torch.Tensor) -> With:
-        received = found.tolist()
-        work = core.all_to_all(rows, send_counts=sent, receive_counts=received, async_op=True, **call.options())
-        return With(work, lambda result: finished(result, received))
-
-    def run() -> Any:
-        received = core.all_to_all(counts, **lengths).tolist()
-        found = core.all_to_all(rows, send_counts=sent, receive_counts=received, **call.options())
-        return finished(found, received)
-
-    if is_async:
-        return call.start(lambda: Then(core.all_to_all(counts, async_op=True, **lengths), second))
-    return call.run(run)
+    options = {"send_counts": sent, "return_counts": True}
+    return call.make(core.all_to_all, rows, is_async=is_async, result=result, **options)
 
 
 def alltoall_async(

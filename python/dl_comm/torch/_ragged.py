@@ -1,0 +1,120 @@
+"""All-gathers and all-to-alls in which the lengths travel inside the call: tensors as NumPy arrays, in host memory.
+
+Thread rule: any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dl_comm import _ops as _arrays
+from dl_comm import _work
+from dl_comm._checks import checked_flag, seconds
+from dl_comm._errors import ArgumentError
+from dl_comm._table import AllGather, AllToAll, Call
+from dl_comm.torch import _ops
+from dl_comm.torch._arguments import call_name, carried, first, item, place, refuse_gradients, tensors_of
+from dl_comm.torch._autograd import gradient_of
+
+_RUN: dict[type[Call], Callable[..., Any]] = {AllGather: _arrays.all_gather, AllToAll: _arrays.all_to_all}
+
+
+def run_unknown(kind: type[Call], x: Any, sent: Any, return_counts: bool, common: tuple[Any, ...]) -> Any:
+    """Run or start a call of which this rank knows only the extents that it sends."""
+    group, name, timeout, out, async_op, by_name = common
+    tensors, wrap = tensors_of(x)
+    wrap = first if wrap is item else wrap
+    with_counts = checked_flag("return_counts", return_counts)
+    if out is not None or async_op:
+        refuse_gradients(tensors, "a call with out or async_op")
+    arrays, kinds = _as_arrays(tensors)
+    own: dict[str, Any] = {"ragged": True} if sent is None else {"send_counts": _plain(sent)}
+    options = {"group": group, "timeout": timeout, "by_name": by_name, "async_op": async_op, "return_counts": True}
+    options["name"] = f"{call_name(name) or kind.name}{kinds}" if kinds else name
+
+    def as_tensors(found: Any) -> tuple[list[torch.Tensor], list[list[int]]]:
+        results, counts = found
+        made = [torch.from_numpy(y).view(x.dtype).to(x.device) for x, y in zip(tensors, results, strict=True)]
+        return made, counts
+
+    def returned(results: Sequence[torch.Tensor], counts: list[list[int]]) -> Any:
+        found = wrap(list(results)) if out is None else _into(out, results)
+        return (found, counts if wrap is not first else counts[0]) if with_counts else found
+
+    def run() -> tuple[list[torch.Tensor], list[list[int]]]:
+        return as_tensors(_RUN[kind](arrays, **own, **options))
+
+    if async_op:
+        work = _RUN[kind](arrays, **own, **options)
+        return _work.Work(work._handle, lambda handle: returned(*as_tensors(work._result(handle))))
+    if not _ops.learns(tensors):
+        return returned(*run())
+    known: list[list[int]] = []
+    where, how = place(group, kind.code, tensors), (f"{name or kind.name}.gradient", seconds(timeout), bool(by_name))
+
+    def gradient(grads: Sequence[Any]) -> list[Any]:
+        found: list[Any] = []
+        for i, (x, grad) in enumerate(zip(tensors, grads, strict=True)):
+            if x.is_floating_point() or x.is_complex():
+                counts = [known[i]] if sent is None else [_sent_of(own["send_counts"], i), known[i]]
+                label = f"{how[0]} {i}" if len(tensors) > 1 else how[0]
+                found += gradient_of(kind.name, [grad], [x.shape], where, counts, (label, *how[1:]))
+            else:
+                found.append(None)
+        return found
+
+    results = _Function.apply(run, gradient, known, *tensors)
+    return returned(results, known)
+
+
+class _Function(torch.autograd.Function):
+    """The call; `run` returns new tensors and counts, which go to `known`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[..., Any], gradient: Callable[..., Any], known: list[Any], *tensors: torch.Tensor
+    ) -> Any:
+        results, counts = run()
+        known.extend(counts)
+        ctx.gradient = gradient
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, None, *ctx.gradient(grads)
+
+
+def _as_arrays(tensors: list[torch.Tensor]) -> tuple[list[Any], str]:
+    """Return NumPy arrays and, for the call's name, the types that NumPy does not know. GPU memory is copied."""
+    views, kinds = carried([x.detach().cpu().resolve_conj().resolve_neg() for x in tensors])
+    if any(x.dtype is torch.bfloat16 for x in views):
+        kinds += " of bfloat16"
+        views = [x.view(torch.int16) if x.dtype is torch.bfloat16 else x for x in views]
+    return [x.contiguous().numpy() for x in views], kinds
+
+
+def _plain(sent: Any) -> Any:
+    """Return extents without tensors."""
+    if isinstance(sent, (list, tuple)):
+        return [_plain(each) for each in sent]
+    return sent.tolist() if isinstance(sent, torch.Tensor) else sent
+
+
+def _sent_of(sent: Any, index: int) -> list[int]:
+    """Return the extents of one tensor, which the call has checked."""
+    return list(map(int, sent[index] if isinstance(sent[0], list) else sent))
+
+
+def _into(out: Any, results: Sequence[torch.Tensor]) -> Any:
+    """Copy results into the tensors of `out`; return it."""
+    given, _ = tensors_of(out, "out")
+    refuse_gradients(given, "a call with out")
+    wanted = [(tuple(y.shape), y.dtype) for y in results]
+    if [(tuple(y.shape), y.dtype) for y in given] != wanted:
+        raise ArgumentError(f"out: the results have the shapes and types {wanted}")
+    for target, y in zip(given, results, strict=True):
+        target.copy_(y)
+    return out
