@@ -17,89 +17,37 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod.common import _names
-from horovod.common._names import *  # noqa: F403 (its __all__)
 from horovod.common._names import ProcessSet, global_process_set
 from horovod.common.util import check_extension, gpu_available, split_list
-from horovod.tensorflow import elastic
+from horovod.tensorflow import elastic, mpi_ops
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.functions import allgather_object, broadcast_object, broadcast_object_fn, broadcast_variables
 from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper, Reducer, check_options
-from horovod.tensorflow.mpi_ops import (
-    Adasum,
-    Average,
-    HorovodInternalError,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    broadcast_,
-    check_num_rank_power_of_2,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    handle_average_backwards_compatibility,
-    is_homogeneous,
-    join,
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    reducescatter,
-    size_op,
-)
+from horovod.tensorflow.mpi_ops import *  # noqa: F403 (its __all__)
+from horovod.tensorflow.mpi_ops import Adasum, Average
 from horovod.tensorflow.util import _cache, _executing_eagerly, _make_subgraph, refs_to_vars, vars_to_refs
 
 __all__ = [
-    *_names.__all__,
-    "Adasum",
-    "Average",
+    *mpi_ops.__all__,
     "BroadcastGlobalVariablesHook",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "HorovodInternalError",
     "LocalGradientAggregationHelper",
-    "Max",
-    "Min",
     "PartialDistributedGradientTape",
-    "Product",
-    "Sum",
     "SyncBatchNormalization",  # noqa: F405 (by __getattr__)
     "_cache",
     "_executing_eagerly",
     "_make_subgraph",
-    "allgather",
     "allgather_object",
-    "allreduce",
-    "alltoall",
-    "broadcast",
-    "broadcast_",
     "broadcast_global_variables",
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
     "check_extension",
-    "check_num_rank_power_of_2",
     "elastic",
     "gpu_available",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "handle_average_backwards_compatibility",
-    "is_homogeneous",
-    "join",
-    "local_rank_op",
-    "local_size_op",
-    "process_set_included_op",
-    "rank_op",
-    "reducescatter",
     "refs_to_vars",
-    "size_op",
     "split_list",
     "vars_to_refs",
 ]

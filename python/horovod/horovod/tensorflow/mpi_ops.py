@@ -241,10 +241,9 @@ def allreduce(
     Raises:
         NotImplementedError: Factors or another operator for ``tf.IndexedSlices``.
     """
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    devices = {"device_dense": device_dense, "device_sparse": device_sparse, "compression": compression}
-    options = {"op": op, "process_set": process_set, "name": name, **factors, **devices}
-    return _grouped_allreduce("allreduce", [tensor], average, **options)[0]
+    op, factors = handle_average_backwards_compatibility(op, average), (prescale_factor, postscale_factor)
+    devices = device_dense, device_sparse
+    return _allreduced("allreduce", [tensor], name, op, factors, process_set, devices, compression)[0]
 
 
 @_op
@@ -262,37 +261,31 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """Returns the reductions of a list of tensors, as one call; as ``allreduce``."""
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    devices = {"device_dense": device_dense, "device_sparse": device_sparse, "compression": compression}
-    options = {"op": op, "process_set": process_set, "name": name, **factors, **devices}
-    return _grouped_allreduce("grouped_allreduce", tensors, average, **options)
+    op, factors = handle_average_backwards_compatibility(op, average), (prescale_factor, postscale_factor)
+    devices = device_dense, device_sparse
+    return _allreduced("grouped_allreduce", tensors, name, op, factors, process_set, devices, compression)
 
 
-def _grouped_allreduce(
+def _allreduced(
     kind: str,
     tensors: Tensors,
-    average: bool | None,
-    *,
-    device_dense: str,
-    device_sparse: str,
-    compression: Any,
-    op: int | None,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
     name: str | None,
+    op: int,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    devices: tuple[str, str],
+    compression: Any,
 ) -> list[Any]:
-    op, factors = handle_average_backwards_compatibility(op, average), (prescale_factor, postscale_factor)
     results = list(tensors)
     sparse = [i for i, x in enumerate(results) if isinstance(x, tf.IndexedSlices)]
     dense = [i for i, x in enumerate(results) if i not in sparse]
     if sparse:
         _refuse_sparse(op, factors)
-        with tf.device(device_sparse):
+        with tf.device(devices[1]):
             for i, y in zip(sparse, _reduced_slices([results[i] for i in sparse], name, op, process_set), strict=True):
                 results[i] = y
     if dense:
-        with tf.device(device_dense):
+        with tf.device(devices[0]):
             small = [compression.compress(tf.convert_to_tensor(results[i])) for i in dense]
             reduced = _reduced(kind, [x for x, _ in small], name, op, factors, process_set)
             for i, y, (_, context) in zip(dense, reduced, small, strict=True):

@@ -5,6 +5,7 @@ Thread rule: that of `mpi_ops`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,20 +39,6 @@ def _allreduce(
     return call.make(
         core.allreduce, given, out=out, is_async=is_async, result=lambda y: x if in_place else y, **options
     )
-
-
-def allreduce_async(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Starts ``allreduce``; returns a handle."""
-    op = handle_average_backwards_compatibility(op, average)
-    return int(_allreduce("allreduce", tensor, name, op, (prescale_factor, postscale_factor), process_set, False, True))
 
 
 def allreduce(
@@ -93,50 +80,6 @@ def allreduce(
     return found
 
 
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Starts ``allreduce_``; returns a handle."""
-    op = handle_average_backwards_compatibility(op, average)
-    return int(_allreduce("allreduce", tensor, name, op, (prescale_factor, postscale_factor), process_set, True, True))
-
-
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Replaces a tensor by its reduction over the ranks, as ``allreduce``; returns it. Not differentiable."""
-    op = handle_average_backwards_compatibility(op, average)
-    factors = prescale_factor, postscale_factor
-    reduced: torch.Tensor = _allreduce("allreduce", tensor, name, op, factors, process_set, True)
-    return reduced
-
-
-def grouped_allreduce_async(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Starts ``grouped_allreduce``; returns a handle."""
-    op, factors = handle_average_backwards_compatibility(op, average), (prescale_factor, postscale_factor)
-    return int(_allreduce("grouped_allreduce", tensors, name, op, factors, process_set, False, True))
-
-
 def grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
@@ -159,31 +102,46 @@ def grouped_allreduce(
     return [compression.decompress(result, context) for result, (_, context) in zip(results, small, strict=True)]
 
 
-def grouped_allreduce_async_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Starts ``grouped_allreduce_``; returns a handle."""
-    op, factors = handle_average_backwards_compatibility(op, average), (prescale_factor, postscale_factor)
-    return int(_allreduce("grouped_allreduce", tensors, name, op, factors, process_set, True, True))
+def _form(kind: str, *, in_place: bool = False, is_async: bool = False) -> Callable[..., Any]:
+    """A form without gradients and compression; its documentation is that of the blocking form."""
+
+    def run(x: Any, average: Any, name: Any, op: Any, before: float, after: float, process_set: ProcessSet) -> Any:
+        op = handle_average_backwards_compatibility(op, average)
+        return _allreduce(kind, x, name, op, (before, after), process_set, in_place, is_async)
+
+    def of_one(
+        tensor: torch.Tensor,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> Any:
+        return run(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+
+    def of_many(
+        tensors: Tensors,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> Any:
+        return run(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+
+    form: Callable[..., Any] = of_many if kind == "grouped_allreduce" else of_one
+    form.__name__ = form.__qualname__ = kind + "_async" * is_async + "_" * in_place
+    form.__doc__ = f"Starts ``{kind}{'_' * in_place}``; returns a handle."
+    if not is_async:
+        form.__doc__ = f"Replaces tensors by their reduction over the ranks, as ``{kind}``. Not differentiable."
+    return form
 
 
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensors:
-    """Replaces a list of tensors by their reductions, as one call; returns it."""
-    op = handle_average_backwards_compatibility(op, average)
-    factors = prescale_factor, postscale_factor
-    reduced: Tensors = _allreduce("grouped_allreduce", tensors, name, op, factors, process_set, True)
-    return reduced
+allreduce_async = _form("allreduce", is_async=True)
+allreduce_ = _form("allreduce", in_place=True)
+allreduce_async_ = _form("allreduce", in_place=True, is_async=True)
+grouped_allreduce_async = _form("grouped_allreduce", is_async=True)
+grouped_allreduce_ = _form("grouped_allreduce", in_place=True)
+grouped_allreduce_async_ = _form("grouped_allreduce", in_place=True, is_async=True)

@@ -41,8 +41,8 @@ from horovod.torch._allreduce import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    handle_average_backwards_compatibility,
 )
+from horovod.torch._allreduce import handle_average_backwards_compatibility as handle_average_backwards_compatibility
 from horovod.torch._alltoall import alltoall, alltoall_async
 from horovod.torch._broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from horovod.torch._forms import Adasum, Average, Max, Min, Product, Sum
@@ -87,8 +87,6 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "handle_average_backwards_compatibility",
-    "is_homogeneous",
     "join",
     "poll",
     "reducescatter",
