@@ -513,13 +513,15 @@ int dl_comm_parameter_server_send(const dl_comm_parameter_server_t* server, cons
 int dl_comm_parameter_server_receive(const dl_comm_parameter_server_t* server, const dl_comm_update_t* update,
                                      dl_comm_work_t** work);
 
+/* Changes a block of a shard; see dl_comm_parameter_server_modify. */
+typedef int (*dl_comm_change_t)(void* context, void* memory, size_t first, size_t count);
+
 /* Calls `change` for each block of this rank's shard of a tensor, with the memory of the block (float32 for half
  * types), the position of its first element in the tensor and the number of its elements. Others wait for the block
  * meanwhile, so it must be short and must not use the server. A value other than 0 ends the calls with an error; the
  * server goes on. */
 int dl_comm_parameter_server_modify(const dl_comm_parameter_server_t* server, size_t tensor, double timeout,
-                                    int (*change)(void* context, void* memory, size_t first, size_t count),
-                                    void* context);
+                                    dl_comm_change_t change, void* context);
 
 /* Ends the server when the operations of all ranks have ended. Collective. Later operations are an error. */
 int dl_comm_parameter_server_close(const dl_comm_parameter_server_t* server, double timeout);

@@ -21,7 +21,17 @@ from dl_comm.compat import cray, torchmpi
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "python"
 # The modules that import no framework, and those that do.
-PLAIN = ("dl_comm", "compat.cray", "compat.torchmpi", "run", "timeline", "training", "tf1")
+PLAIN = (
+    "dl_comm",
+    "compat.cray",
+    "compat.torchmpi",
+    "compat.torchmpi.parameterserver",
+    "compat.torchmpi.nn",
+    "run",
+    "timeline",
+    "training",
+    "tf1",
+)
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 MODULES = tuple(name if name == "dl_comm" else f"dl_comm.{name}" for name in (*PLAIN, *FRAMEWORKS))
 
@@ -69,7 +79,7 @@ def documented(module: str) -> set[str]:
     names = {name for name in listed_by(module) if not name.startswith("_")}
     if module == "dl_comm":
         return names - {"run", "timeline", "training"}  # modules, with pages
-    if module.startswith("dl_comm.compat."):
+    if module in ("dl_comm.compat.cray", "dl_comm.compat.torchmpi"):
         return names - set(_api.__all__)
     return names - re_exported_by(module)
 

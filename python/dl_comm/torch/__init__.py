@@ -45,7 +45,6 @@ from dl_comm.torch._functions import (
 from dl_comm.torch._messages import recv, send, sendrecv
 from dl_comm.torch._optimizer import AveragingOptimizer, DistributedOptimizer
 from dl_comm.torch._reducer import Communication
-from dl_comm.torch._server import ParameterServer
 from dl_comm.torch._training import load_checkpoint, lr_scheduler, save_checkpoint
 from dl_comm.torch._work import Work
 from dl_comm.training import DistributedSampler
@@ -59,7 +58,6 @@ __all__ = [
     "DistributedSampler",
     "Downpour",
     "Group",
-    "ParameterServer",
     "Status",
     "SyncBatchNorm",
     "Work",
