@@ -32,7 +32,7 @@ PLAIN = (
     "training",
     "tf1",
 )
-FRAMEWORKS = ("torch", "tensorflow", "keras")
+FRAMEWORKS = ("torch", "torch.nn", "tensorflow", "keras")
 MODULES = tuple(name if name == "dl_comm" else f"dl_comm.{name}" for name in (*PLAIN, *FRAMEWORKS))
 
 
@@ -81,6 +81,8 @@ def documented(module: str) -> set[str]:
         return names - {"run", "timeline", "training"}  # modules, with pages
     if module in ("dl_comm.compat.cray", "dl_comm.compat.torchmpi"):
         return names - set(_api.__all__)
+    if module == "dl_comm.torch":
+        names.remove("nn")  # a module, with a page
     return names - re_exported_by(module)
 
 

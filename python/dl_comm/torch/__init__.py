@@ -23,6 +23,7 @@ from dl_comm._split import split
 from dl_comm._start import init_mpi
 from dl_comm._teams import config_team
 from dl_comm._work import Status
+from dl_comm.torch import nn
 from dl_comm.torch._asynchronous import EASGD, Downpour
 from dl_comm.torch._batch_norm import SyncBatchNorm
 from dl_comm.torch._collectives import (
@@ -85,6 +86,7 @@ __all__ = [
     "load_checkpoint",
     "local_rank",
     "lr_scheduler",
+    "nn",
     "rank",
     "recv",
     "reduce",

@@ -112,6 +112,16 @@ def place(group: Group | None, collective: int = 0, x: Any = None, async_op: boo
     return group.number, group.rank, group.size
 
 
+class KeptGroup:
+    """The group of a module, None for all ranks. Copies of the module share it."""
+
+    def __init__(self, group: Group | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> KeptGroup:
+        return self
+
+
 def device_of(x: Any) -> str:
     """Return what the selector calls the device of tensors."""
     first = x[0] if isinstance(x, (list, tuple)) and x else x

@@ -16,18 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group
-from dl_comm.torch._arguments import place
+from dl_comm.torch._arguments import KeptGroup, place
 from dl_comm.torch._collectives import sum_at
-
-
-class _Ranks:
-    """The group of a module. Copies of the module share it."""
-
-    def __init__(self, group: Group | None) -> None:
-        self.group = group
-
-    def __deepcopy__(self, memo: Any) -> _Ranks:
-        return self
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -61,7 +51,7 @@ class SyncBatchNorm(_BatchNorm):
         dtype: Any = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._ranks = _Ranks(group)
+        self._ranks = KeptGroup(group)
 
     @classmethod
     def convert(cls, module: torch.nn.Module, group: Group | None = None) -> torch.nn.Module:
