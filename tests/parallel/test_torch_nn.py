@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn  # noqa: E402
 
 import dl_comm  # noqa: E402
 import dl_comm.torch as cdl  # noqa: E402
-from dl_comm.torch.nn import SplitLinear  # noqa: E402
+from dl_comm.torch.nn import BlockSequential, SplitLinear  # noqa: E402
 
 SPLITS = ("columns", "rows")
 
@@ -219,3 +221,253 @@ class TestSplitLinear:
             found.append((result, x.grad, layer.weight.grad))
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)
+
+
+def layers(dtype: torch.dtype = torch.float64, seed: int = 7) -> list[nn.Module]:
+    """Layers of ten parameters, the same on all ranks for the same seed."""
+    torch.manual_seed(seed)
+    widths = [4, 9, 3, 8, 5, 1]
+    made = [[nn.Linear(a, b), nn.Tanh()] for a, b in zip(widths, widths[1:], strict=False)]
+    return [each.to(dtype) for pair in made for each in pair]
+
+
+def joined_batch(step: int, ranks: int) -> torch.Tensor:
+    """The joined batch of some ranks, of three samples each."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(3 * ranks, 4, generator=generator, dtype=torch.float64)
+
+
+def part(joined: torch.Tensor, rank: int) -> torch.Tensor:
+    return joined[3 * rank : 3 * rank + 3]
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+class TestBlockSequential:
+    @pytest.mark.parametrize("blocks", [1, 2, 4, 10])
+    @pytest.mark.parametrize("clears", [True, False])
+    def test_training_is_that_of_one_process(self, rank: int, size: int, blocks: int, clears: bool) -> None:
+        model, alone = BlockSequential(layers(seed=rank), blocks), nn.Sequential(*layers(seed=0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        expected = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            joined = joined_batch(step, size)
+            for net, opt, x in ((model, optimizer, part(joined, rank)), (alone, expected, joined)):
+                opt.zero_grad(set_to_none=clears)
+                loss_of(net, x).backward()
+            for (name, mine), whole in zip(model.named_parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, whole.grad, msg=name)
+            for net, opt in ((model, optimizer), (alone, expected)):
+                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+                opt.step()
+        for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, whole)
+        assert dl_comm.check_buffers_match([p.detach().numpy() for p in model.parameters()], 1) == 0
+
+    def test_a_group_and_sums(self, rank: int, size: int, group: dl_comm.Group | None) -> None:
+        ranks = range(size) if group is None else group.ranks
+        model = BlockSequential(layers(seed=rank), 3, op="sum", group=group)
+        alone = nn.Sequential(*layers(seed=ranks[0]))
+        joined = joined_batch(0, size)
+        for _ in range(2):
+            model.zero_grad(set_to_none=False)
+            loss_of(model, part(joined, rank)).backward()
+        sum(loss_of(alone, part(joined, each)) for each in ranks).backward()
+        for (name, mine), whole in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, whole.grad, msg=name)
+        loss = loss_of(model, part(joined, rank))
+        with pytest.raises(dl_comm.StateError, match="summed again"):
+            model.synchronize()
+        with pytest.raises(dl_comm.StateError, match="summed again"), model.no_sync():
+            loss.backward()
+
+    def test_parameters_and_gradients_lie_in_flat_blocks(self, rank: int) -> None:
+        model = BlockSequential(layers(), 4)
+        loss_of(model, joined_batch(rank, 1)).backward()
+        values, gradients = model.parameter_blocks, model.gradient_blocks
+        assert len(values) == len(gradients) == 4
+        flat = torch.cat([parameter.flatten() for parameter in model.parameters()])
+        assert torch.equal(torch.cat(values), flat)
+        of_each = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        assert torch.equal(torch.cat(gradients), of_each)
+        assert max(map(len, values)) < 0.5 * len(flat)
+        with torch.no_grad():
+            for value, gradient in zip(values, gradients, strict=True):
+                value.sub_(gradient)
+        torch.testing.assert_close(torch.cat([parameter.flatten() for parameter in model.parameters()]), flat - of_each)
+
+    def test_a_block_starts_before_backward_ends(self, rank: int) -> None:
+        model = BlockSequential(layers(), 5)
+        started: list[list[bool]] = []
+        first = next(model.parameters())
+        first.register_hook(lambda _: started.append([block.work is not None for block in model._averager.blocks]))
+        loss_of(model, joined_batch(rank, 1)).backward()
+        assert started == [[False, True, True, True, True]]
+        assert all(block.work is None for block in model._averager.blocks)
+
+    def test_keys_slices_and_names_are_those_of_sequential(self) -> None:
+        made = layers()
+        names = OrderedDict((f"layer{i}", layer) for i, layer in enumerate(made))
+        for modules in (made, nn.Sequential(*made), names):
+            plain = nn.Sequential(
+                modules
+                if isinstance(modules, OrderedDict)
+                else OrderedDict((str(i), layer) for i, layer in enumerate(made))
+            )
+            keys = list(plain.state_dict())
+            before = {key: value.clone() for key, value in plain.state_dict().items()}
+            model = BlockSequential(modules, 3)
+            assert list(model.state_dict()) == keys
+            assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+            model.load_state_dict({key: value + 1 for key, value in before.items()})
+            assert float(model.parameter_blocks[0][0]) == float(before[keys[0]].flatten()[0]) + 1
+            model.load_state_dict(before)
+            assert type(model[:2]) is nn.Sequential
+            assert model[0] is made[0]
+            assert "blocks=3" in repr(model)
+            del model
+
+    @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+    def test_a_copy_averages_its_own_gradients(self, rank: int, size: int, how: str) -> None:
+        model = BlockSequential(layers(), 3)
+        twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+        assert twin.parameter_blocks[0].data_ptr() != model.parameter_blocks[0].data_ptr()
+        for net in (model, twin):
+            loss_of(net, part(joined_batch(0, size), rank)).backward()
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+            assert one.grad is not other.grad
+
+    def test_converted_modules_have_new_blocks(self, rank: int, size: int) -> None:
+        model = nn.Sequential(BlockSequential(layers(), 3)).bfloat16()
+        inner = model[0]
+        assert [block.dtype for block in inner.parameter_blocks] == [torch.bfloat16] * 3
+        x = part(joined_batch(0, size), rank).bfloat16()
+        loss_of(model, x).backward()
+        assert all(parameter.grad.dtype == torch.bfloat16 for parameter in model.parameters())
+        gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        assert cdl.all_gather(gradients[None]).unique(dim=0).shape[0] == 1
+        model.to("meta")
+
+    def test_accumulation(self, rank: int, size: int) -> None:
+        model, alone = BlockSequential(layers(), 3), nn.Sequential(*layers())
+        for step in range(4):
+            with model.no_sync():
+                loss_of(model, part(joined_batch(step, size), rank)).backward()
+            loss_of(alone, joined_batch(step, size)).backward()
+        if size > 1:
+            own_gradient = next(model.parameters()).grad.clone()
+            assert cdl.all_gather(own_gradient[None]).unique(dim=0).shape[0] == size
+        model.synchronize()
+        # A further pass adds to the means.
+        loss_of(model, part(joined_batch(4, size), rank)).backward()
+        loss_of(alone, joined_batch(4, size)).backward()
+        for (name, mine), whole in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, whole.grad, msg=name)
+
+    def test_frozen_and_missing_parameters(self, rank: int, size: int) -> None:
+        class Sometimes(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.used, self.unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * self.used if rank == 0 else x
+
+        model = BlockSequential([nn.Linear(3, 3, bias=False), Sometimes(), nn.Linear(3, 1)], 3)
+        model[2].requires_grad_(False)
+        model(torch.ones(1, 3)).sum().backward()
+        assert model[1].unused.grad is None
+        assert model[2].weight.grad is None
+        mean = (model[0].weight.sum(1) * model[2].weight[0]).detach() / size
+        torch.testing.assert_close(model[1].used.grad, mean)
+        model[2].requires_grad_(True)
+        model.zero_grad()
+        model(torch.full((1, 3), float(rank))).sum().backward()
+        assert cdl.all_gather(model[2].weight.grad).unique(dim=0).shape[0] == 1
+
+    def test_a_failed_backward_is_refused_until_the_gradients_are_cleared(self, rank: int, size: int) -> None:
+        model = BlockSequential(layers(), 4)
+        broken = True
+
+        def fail(_: Any) -> None:
+            if broken:
+                raise RuntimeError("broken layer")
+
+        next(model.parameters()).register_hook(fail)
+        with pytest.raises(RuntimeError, match="broken layer"):
+            loss_of(model, joined_batch(rank, 1)).backward()
+        broken = False
+        with pytest.raises(dl_comm.StateError, match="previous backward pass failed"):
+            loss_of(model, joined_batch(rank, 1)).backward()
+        model.zero_grad()
+        loss_of(model, part(joined_batch(0, size), rank)).backward()
+        alone = nn.Sequential(*layers())
+        loss_of(alone, joined_batch(0, size)).backward()
+        for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, whole.grad)
+
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+    def test_changed_sparse_and_second_gradients_are_refused(self, rank: int) -> None:
+        model = BlockSequential(layers(), 4)
+        last, first = model[-2].weight, model[0].weight
+
+        def change(_: Any) -> None:
+            last.grad.mul_(2)
+
+        handle = first.register_hook(change)
+        with pytest.raises(dl_comm.StateError, match="8.weight was changed during its allreduce"):
+            loss_of(model, joined_batch(rank, 1)).backward()
+        handle.remove()
+        model.zero_grad()
+        with pytest.raises(dl_comm.StateError, match="create_graph"):
+            loss_of(model, joined_batch(rank, 1)).backward(create_graph=True)
+        model.zero_grad()
+        sparse = BlockSequential([nn.Embedding(3, 2, sparse=True)], 1)
+        with pytest.raises(dl_comm.DTypeError, match=r"0\.weight is sparse"):
+            sparse(torch.tensor([1])).sum().backward()
+
+    def test_errors_name_the_argument(self, rank: int, size: int) -> None:
+        mixed = [nn.Linear(2, 2), nn.Linear(2, 2).double()]
+        tied = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        tied[1].weight.data = tied[0].weight.data
+        for error, text, modules, options in (
+            (dl_comm.DTypeError, "modules is a Linear", nn.Linear(2, 2), {}),
+            (dl_comm.DTypeError, "modules: entry 1", [nn.Linear(2, 2), 3], {}),
+            (dl_comm.ArgumentError, "blocks", layers(), {"blocks": 0}),
+            (dl_comm.ArgumentError, "blocks is 11", layers(), {"blocks": 11}),
+            (dl_comm.ArgumentError, "blocks is 1", [nn.Tanh()], {}),
+            (dl_comm.ArgumentError, "op", layers(), {"op": "max"}),
+            (dl_comm.ArgumentError, "group", layers(), {"group": 1}),
+            (dl_comm.ArgumentError, "broadcast", layers(), {"broadcast": "no"}),
+            (dl_comm.DTypeError, "1.weight is of torch.float64", mixed, {}),
+            (dl_comm.ArgumentError, "share memory", tied, {}),
+            (dl_comm.ArgumentError, "meta", [nn.Linear(2, 2), nn.Linear(2, 2, device="meta")], {}),
+            (dl_comm.ArgumentError, "lazy", [nn.LazyLinear(2)], {}),
+        ):
+            with pytest.raises(error, match=text):
+                BlockSequential(modules, **{"blocks": 1, **options})
+        model = BlockSequential(layers(), 2)
+        with pytest.raises(dl_comm.ArgumentError, match="another DistributedOptimizer or BlockSequential averages"):
+            cdl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(dl_comm.ArgumentError, match="another DistributedOptimizer or BlockSequential averages"):
+            BlockSequential(list(model), 2)
+        model.append(nn.Linear(1, 1).double())
+        with pytest.raises(dl_comm.StateError, match="added, replaced or moved"):
+            model(joined_batch(0, 1))
+        assert cdl.allreduce(1) == size
+
+    def test_after_a_join_parameters_must_be_broadcast(self, rank: int, size: int) -> None:
+        model = BlockSequential(layers(), 3)
+        for _ in range(rank + 1):
+            model.zero_grad()
+            loss_of(model, joined_batch(rank, 1)).backward()
+        last = dl_comm.join()
+        model.zero_grad()
+        with pytest.raises(dl_comm.StateError, match="joined"):
+            loss_of(model, joined_batch(rank, 1)).backward()
+        cdl.broadcast_parameters(model, last)
+        model.zero_grad()
+        loss_of(model, joined_batch(rank, 1)).backward()

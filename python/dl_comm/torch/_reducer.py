@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -36,7 +36,7 @@ from dl_comm.torch._bucket_plan import BucketPlan, Named, group_by_device
 from dl_comm.torch._gradient import can_count_references
 from dl_comm.torch._names import ParameterNames
 
-# The reducer of each parameter; keeps neither alive.
+# The owner of each parameter; keeps neither alive.
 _owners = WeakTensorKeyDictionary()
 
 
@@ -148,23 +148,12 @@ class Reducer:
                 parameter.requires_grad_(False)
 
     def check_unowned(self) -> None:
-        """Raise ArgumentError if another live reducer owns one of the parameters."""
-        named, _ = self.parameters()
-        owned = _owned_elsewhere(self, named)
-        if owned is not None:
-            gc.collect()  # a dropped optimizer may be part of a cycle
-            owned = _owned_elsewhere(self, named)
-        if owned is not None:
-            raise ArgumentError(
-                f"another DistributedOptimizer averages {owned} already: give each parameter to one, or drop (del) the "
-                "other optimizer and its learning rate schedulers first"
-            )
+        """Raise ArgumentError if something else averages one of the parameters."""
+        check_unowned(self, self.parameters()[0])
 
     def take_ownership(self) -> None:
         """Make this reducer the owner of its parameters. Raises as `check_unowned`."""
-        self.check_unowned()
-        for _, parameter in self.parameters()[0]:
-            _owners[parameter] = weakref.ref(self)
+        own(self, self.parameters()[0])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def parameters_broadcast(self, places: Container[int]) -> None:
@@ -381,17 +370,50 @@ def _on_frozen_gradient(reducer: weakref.ref[Reducer], name: str, parameter: tor
 
 
 def parameters_broadcast(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell the reducers of the process that these tensors are equal on all ranks."""
+    """Tell the owners of the process that these tensors are equal on all ranks."""
     places = {tensor.data_ptr() for tensor in tensors}
-    for reducer in {reducer() for reducer in _owners.values()}:  # type: ignore[no-untyped-call]
-        if reducer is not None:
-            reducer.parameters_broadcast(places)
+    for owner in {owner() for owner in _owners.values()}:  # type: ignore[no-untyped-call]
+        if owner is not None:
+            owner.parameters_broadcast(places)
 
 
-def _owned_elsewhere(reducer: Reducer, named: Named) -> str | None:
+class Owner(Protocol):
+    """What averages the gradients of parameters. A parameter has one owner."""
+
+    def parameters_broadcast(self, places: Container[int]) -> None:
+        """Learn that the tensors at these addresses are equal on all ranks."""
+
+
+def check_unowned(owner: Owner, named: Named) -> None:
+    """Raise ArgumentError if another live owner has one of the parameters."""
+    owned = _owned_elsewhere(owner, named)
+    if owned is not None:
+        gc.collect()  # a dropped optimizer may be part of a cycle
+        owned = _owned_elsewhere(owner, named)
+    if owned is not None:
+        raise ArgumentError(
+            f"another DistributedOptimizer or BlockSequential averages {owned} already: give each parameter to one, or "
+            "drop (del) the other, and an optimizer's learning rate schedulers, first"
+        )
+
+
+def own(owner: Owner, named: Named) -> None:
+    """Make `owner` the owner of the parameters. Raises as `check_unowned`."""
+    check_unowned(owner, named)
+    for _, parameter in named:
+        _owners[parameter] = weakref.ref(owner)
+
+
+def is_owned(parameter: torch.Tensor) -> bool:
+    """Return whether something averages the gradient of a parameter already."""
+    owner = _owners.get(parameter)  # type: ignore[no-untyped-call]
+    return owner is not None and owner() is not None
+
+
+def _owned_elsewhere(this: Owner, named: Named) -> str | None:
     for name, parameter in named:
         owner = _owners.get(parameter)  # type: ignore[no-untyped-call]
-        if owner is not None and owner() not in (None, reducer):
+        if owner is not None and owner() not in (None, this):
             return name
     return None
 

@@ -59,6 +59,13 @@ class SharedGradBuffer:
         )
 
 
+def shared_flat(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in memory that the ranks of a host share. Raises `ALLOC_ERRORS` when there is none."""
+    length = elements * dtype.itemsize
+    _check_space(length)
+    return _tensor(shared_zeros(length, np.uint8), 0, torch.Size([elements]), dtype)
+
+
 def can_hold(parameter: torch.Tensor) -> bool:
     """Return whether the parameter's gradients can be in shared memory: plain, dense, contiguous CPU tensors."""
     return (

@@ -5,9 +5,10 @@ Both re-create what TorchMPI offers for Torch 7. Thread rule: as torch modules.
 
 from __future__ import annotations
 
+from dl_comm.torch._block_sequential import BlockSequential
 from dl_comm.torch._split_linear import SplitLinear
 
-__all__ = ["SplitLinear"]
+__all__ = ["BlockSequential", "SplitLinear"]
 
 
 def __dir__() -> list[str]:
