@@ -35,6 +35,7 @@ from dl_comm.torch._collectives import (
     reduce_scatter,
     scatter,
 )
+from dl_comm.torch._engine import Engine, EngineState
 from dl_comm.torch._functions import (
     average,
     broadcast,
@@ -58,6 +59,8 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedSampler",
     "Downpour",
+    "Engine",
+    "EngineState",
     "Group",
     "Status",
     "SyncBatchNorm",
