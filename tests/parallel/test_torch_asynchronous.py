@@ -221,3 +221,17 @@ def test_bad_arguments(rank: int) -> None:
     with pytest.raises(mc.StateError, match="add_param_group"):
         optimizer.add_param_group({"params": []})
     optimizer.close()
+
+
+def test_with_the_engine(rank: int, size: int) -> None:
+    """Ranks with different numbers of batches; the engine broadcasts and averages nothing by itself."""
+    net = model(rank, torch.float32)
+    optimizer = cdl.EASGD(torch.optim.SGD(net.parameters(), 0.05), init_delay=2, update_frequency=3)
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(rank))
+    batches = [(inputs, inputs.sum(1, keepdim=True))] * (20 + rank)
+    engine = cdl.Engine(net, torch.nn.functional.mse_loss, optimizer)
+    first = engine.test(batches).average_loss
+    engine.train(batches, 3)
+    optimizer.close()
+    assert engine.test(batches).average_loss < first / 2
+    assert mc.equal_on_all_ranks([each.detach().numpy() for each in net.parameters()])

@@ -19,6 +19,7 @@ from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group, given, unless_world, world
 from dl_comm._objects import all_gather_object
 from dl_comm._start import ensure_initialized
+from dl_comm.torch._asynchronous import AsynchronousOptimizer
 from dl_comm.torch._collectives import allreduce
 from dl_comm.torch._functions import average as mean_over_ranks
 from dl_comm.torch._functions import broadcast_optimizer_state, broadcast_parameters
@@ -92,9 +93,9 @@ class Engine:
         prefetch: Fetch the next batch during backward, on a thread. False for iterators that draw random numbers of
             torch while backward does so too (activation checkpoints of dropout).
         broadcast: `train` starts from the parameters, buffers and optimizer state of rank 0.
-        average: False: the optimizer stays as it is, for one that makes ranks agree in another way (by a
-            `ParameterServer`). Then ranks may have different numbers of batches, and wait for each other at the end of
-            an epoch only.
+        average: False: the optimizer stays as it is, for one that makes ranks agree in another way; always so for
+            `Downpour` and `EASGD`. Then ranks may have different numbers of batches, and wait for each other at the end
+            of an epoch only.
         group: The ranks; None: those of a `DistributedOptimizer`, else all.
 
     Raises:
@@ -129,7 +130,10 @@ class Engine:
         self._check_hooks()
         self._prefetch = checked_flag("prefetch", prefetch)
         self._broadcast = checked_flag("broadcast", broadcast)
-        self._average = checked_flag("average", average)
+        # Those that are asynchronous have started from rank 0's parameters, and average nothing.
+        is_asynchronous = isinstance(optimizer, AsynchronousOptimizer)
+        self._average = checked_flag("average", average) and not is_asynchronous
+        self._broadcast_optimizer = not is_asynchronous
         ensure_initialized()
         given(group)
         kept = kept_names(optimizer)
@@ -168,7 +172,8 @@ class Engine:
             for module in (self.model, self.criterion):
                 if isinstance(module, torch.nn.Module):
                     broadcast_parameters(module, group=self._group)
-            broadcast_optimizer_state(self.optimizer, group=self._group)
+            if self._broadcast_optimizer:
+                broadcast_optimizer_state(self.optimizer, group=self._group)
         self.model.train()
         self._call("on_start", state)
         while state.epoch < state.epochs:
