@@ -45,7 +45,9 @@ def worker(args: argparse.Namespace) -> None:
     tests, answers = torch.from_numpy(data.test_images[:4000]).unsqueeze(1), torch.from_numpy(data.test_labels[:4000])
     images = images.unsqueeze(1)
     model = network()
-    sgd = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
+    # Downpour adds the changes of all ranks, so the mean of the synchronous ones gets the learning rate of all.
+    rate = args.lr * (size if args.kind == "synchronous" else 1)
+    sgd = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
     optimizer: Any = {
         "synchronous": lambda: cdl.DistributedOptimizer(sgd, named_parameters=model.named_parameters()),
         "Downpour": lambda: cdl.Downpour(sgd, init_delay=20, update_frequency=2),

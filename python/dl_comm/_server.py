@@ -166,11 +166,12 @@ class Server:
             CommError: A lost rank or a deadline: the server has ended on all ranks.
         """
         first, listed = self._selected(tensor)
-        name = checked_text("rule", rule)
-        custom = self._custom if name not in RULES else None
-        if name not in RULES and (custom is None or name not in custom.rules):
-            known = [*RULES, *(self._custom.rules if self._custom else ())]
-            raise ArgumentError(f"invalid rule: {name!r} (expected one of {', '.join(map(repr, known))})")
+        name, custom = rule, None
+        if type(rule) is not str or rule not in RULES:
+            name, custom = checked_text("rule", rule), self._custom
+            if custom is None or name not in custom.rules:
+                known = [*RULES, *(custom.rules if custom else ())]
+                raise ArgumentError(f"invalid rule: {name!r} (expected one of {', '.join(map(repr, known))})")
         if scale is not None and name != "add":
             raise ArgumentError(f"scale is a factor of rule='add', not of {name!r}")
         given_updates = [] if name == "zero" else self._like(updates, listed, tensor, "updates")
@@ -292,7 +293,7 @@ class Server:
         if len(tensors) != len(listed):
             raise ArgumentError(f"{argument} has {len(tensors)} tensors; the server has {len(listed)}")
         for index, (each, own) in enumerate(zip(tensors, listed, strict=True)):
-            if tuple(each.shape) != tuple(own.shape):
+            if each.shape != own.shape:
                 raise ArgumentError(
                     f"{argument}: tensor {index if tensor is None else tensor} has the shape {tuple(each.shape)}; "
                     f"that of the server has {tuple(own.shape)}"

@@ -72,6 +72,26 @@ def test_example_on_mnist(name: str, ranks: int) -> None:
     assert reached >= 0.97, output
 
 
+TORCHMPI = sorted(path.name for path in (EXAMPLES / "torchmpi").glob("mnist_*.py"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=() if each == "mnist_parameterserver_downpour.py" else pytest.mark.heavy)
+        for each in TORCHMPI
+    ],
+)
+def test_examples_of_torchmpi(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On MNIST, if it is there; else on few digits, which asynchronous training learns slowly."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # tests/absent
+    options = ["--data-dir", str(MNIST), "--epochs", "2"] if MNIST else ["--epochs", "10", "--batch-size", "32"]
+    finished = launch(2, [sys.executable, str(EXAMPLES / "torchmpi" / name), *options], 120)
+    assert finished.returncode == 0, finished.output
+    (reached,) = re.findall(r"^test accuracy: (\d\.\d+)$", finished.output, re.MULTILINE)
+    assert float(reached) >= (0.97 if MNIST else 0.8), finished.output
+
+
 def test_the_first_command_ends_with_the_gain(tmp_path: Path) -> None:
     """Without its set-up."""
     tree = tmp_path / "examples"
