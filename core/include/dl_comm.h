@@ -218,8 +218,8 @@ typedef enum dl_comm_collective {
  * - MIN, MAX: NaN if an element is NaN, with the same bits on every rank; -0.0 is less than +0.0.
  * - BITAND, BITOR, BITXOR: of integers; of bool, the logical operation.
  * - SCALED_...: every input is multiplied by `prescale`, then comes the operator, then the result is multiplied by
- *   `postscale`. Floating point is rounded once, at the end. Integers are multiplied in float64 and rounded toward
- * zero, each time; what the type cannot hold is unspecified.
+ *   `postscale`. Floating point is rounded once, at the end. Integers are multiplied in float64, each time, and
+ *   rounded toward zero; what the type cannot hold is unspecified.
  * - ADASUM: of ALLREDUCE, host memory, floating point: gradients are added where they are orthogonal and averaged where
  *   they are parallel, for each tensor (arXiv:2006.02924). */
 typedef enum dl_comm_reduce {
@@ -526,8 +526,7 @@ int dl_comm_parameter_server_modify(const dl_comm_parameter_server_t* server, si
 /* Ends the server when the operations of all ranks have ended. Collective. Later operations are an error. */
 int dl_comm_parameter_server_close(const dl_comm_parameter_server_t* server, double timeout);
 
-/* Frees the handle, and ignores NULL. Not collective. If the server was not closed, the others' later operations fail.
- */
+/* Frees the handle, and ignores NULL. Not collective. Without a close before it, the others' later operations fail. */
 int dl_comm_parameter_server_free(dl_comm_parameter_server_t* server);
 
 /* Allocates `bytes` zero bytes that all ranks of the host share, and stores the address in `memory` (NULL on error).

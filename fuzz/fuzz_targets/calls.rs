@@ -111,7 +111,7 @@ impl Collective {
             // No byte after the structure is read.
             size: size.min(size_of::<CCall>()),
             collective: c_int::from(self.collective % 13),
-            reduce: c_int::from(self.reduce % 12),
+            reduce: c_int::from(self.reduce % 16),
             root: c_int::from(self.root % 3),
             flags: c_int::from(self.flags),
             buffers: list.buffers.as_ptr(),
@@ -125,6 +125,7 @@ impl Collective {
             postscale: self.factors.1,
             done: None,
             context: ptr::null_mut(),
+            allocate: None,
         };
         // SAFETY: the arguments follow dl_comm.h; the memory lives until the call has ended.
         unsafe {

@@ -99,6 +99,35 @@ os._exit(0)
     assert "shard of rank" in finished.output, finished.output
 
 
+def test_a_forked_child_gets_an_error_and_changes_nothing(script: Script) -> None:
+    body = (
+        HEAD
+        + INIT
+        + """
+ps = dl_comm.ParameterServer(np.zeros(9), rules={"max": max})
+ps.send(np.ones(9), async_op=True).wait()  # with a thread
+dl_comm.barrier()
+child = os.fork()
+if child == 0:
+    for call in (lambda: ps.send(np.ones(9)), ps.receive, lambda: ps.send(np.ones(9), async_op=True)):
+        try: call()
+        except dl_comm.StateError as error: pass
+        else: os._exit(1)
+    del ps, call
+    import gc
+    gc.collect()
+    os._exit(7)
+assert os.waitpid(child, 0)[1] == 7 << 8
+dl_comm.barrier()
+assert (ps.receive() == size).all()
+ps.close()
+os.write(1, b"fine\\n")
+"""
+    )
+    finished = script(2, body, timeout=60)
+    assert finished.output.count("fine") == 2, finished.output
+
+
 @pytest.fixture(scope="module")
 def two_hosts() -> Iterator[Hosts]:
     with Hosts(2) as made:

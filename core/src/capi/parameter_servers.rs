@@ -12,7 +12,7 @@ use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::group::OnComplete;
 use crate::parameter_server::{Action, Operation, ParameterServer, Rule};
-use crate::runtime::{create_parameter_server, interrupt};
+use crate::runtime::{check_fork, create_parameter_server, interrupt};
 
 /// `dl_comm_parameter_server_t` of `dl_comm.h`.
 pub struct CParameterServer(ParameterServer);
@@ -97,6 +97,7 @@ unsafe fn operation<'a>(update: *const CUpdate, sends: bool) -> Result<(Operatio
 unsafe fn run(server: *const CParameterServer, update: *const CUpdate, sends: bool, work: *mut *mut CWork) -> c_int {
     // SAFETY: the caller's promise.
     status(|| unsafe {
+        check_fork()?;
         let server = &reference(server, "server")?.0;
         if work.is_null() {
             let (operation, given) = operation(update, sends)?;
@@ -156,6 +157,7 @@ pub unsafe extern "C" fn dl_comm_parameter_server_modify(
 ) -> c_int {
     // SAFETY: the caller's promise.
     status(|| unsafe {
+        check_fork()?;
         let server = &reference(server, "server")?.0;
         let change = change.ok_or_else(|| Error::Invalid("change is NULL".into()))?;
         server.modify(tensor, to_timeout(timeout), &mut |memory, first, count| match change(
@@ -177,7 +179,10 @@ pub unsafe extern "C" fn dl_comm_parameter_server_modify(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dl_comm_parameter_server_close(server: *const CParameterServer, timeout: f64) -> c_int {
     // SAFETY: the caller's promise.
-    status(|| unsafe { reference(server, "server")?.0.close(to_timeout(timeout), interrupt) })
+    status(|| unsafe {
+        check_fork()?;
+        reference(server, "server")?.0.close(to_timeout(timeout), interrupt)
+    })
 }
 
 /// `dl_comm_parameter_server_free` of `dl_comm.h`.

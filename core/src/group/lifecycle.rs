@@ -131,7 +131,7 @@ impl Group {
         process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-        let (messenger, ragged_calls) = (OnceLock::new(), Mutex::default());
+        let (messenger, ragged_calls) = (OnceLock::new(), AtomicU64::new(0));
         Ok(Group { number, shared, topology, executor, messenger, ragged_calls })
     }
 

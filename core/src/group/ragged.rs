@@ -3,9 +3,10 @@
 //!
 //! The calls with the tensors match by name. So the chain ends whatever else the ranks have started meanwhile, and waits
 //! for no call but its own. Their name has a number, as several calls of one name may be in flight: that of rank 0, which
-//! travels with the lengths, because a call that not all ranks have made counts on some ranks only.
+//! travels with the lengths, because the ranks may have made different numbers of calls.
 //! Thread rule: the chain is owned by the call that runs; the end of the lengths starts the tensors.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use xxhash_rust::xxh3::Xxh3;
@@ -50,12 +51,7 @@ pub unsafe fn start_ragged(
     }
     let blocks = tensors[0].sent.len();
     let title = if options.name.is_empty() { op.title() } else { options.name.clone() };
-    let number = {
-        let mut numbers = lock(&group.ragged_calls);
-        let number = numbers.entry(title.clone()).or_default();
-        *number = number.wrapping_add(1);
-        *number
-    };
+    let number = group.ragged_calls.fetch_add(1, Ordering::Relaxed);
     // A block for each rank, or for all: the lengths of every tensor, and the number.
     let lengths_to = |block| tensors.iter().map(move |tensor: &RaggedTensor| tensor.sent[block] as u64);
     let sent: Vec<u64> = (0..blocks).flat_map(|block| lengths_to(block).chain([number])).collect();

@@ -2,9 +2,8 @@
 //!
 //! Thread rule: any thread may use a [`Group`].
 
-use std::collections::HashMap;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -32,8 +31,8 @@ pub struct Group {
     pub(super) executor: Arc<Executor>,
     /// Made by the first send or receive.
     pub(super) messenger: OnceLock<Messenger>,
-    /// How many calls of unknown lengths of each name there were.
-    pub(super) ragged_calls: Mutex<HashMap<String, u64>>,
+    /// How many calls of unknown lengths there were.
+    pub(super) ragged_calls: AtomicU64,
 }
 
 /// A submitted call: in the queue, or with the executor that its caller holds. Pass it to [`Group::run`].

@@ -14,6 +14,7 @@ use super::remote::{self, Exchange};
 use super::shards::Shards;
 use super::state::{OwnMemory, ServerState};
 use crate::error::{Error, Result, guard};
+use crate::fork;
 use crate::group::{CallHandle, Group, OnComplete, Timeout, wait_for_result};
 use crate::lock::lock;
 use crate::log::log_line;
@@ -242,6 +243,10 @@ impl ParameterServer {
 impl Drop for ParameterServer {
     /// Without [`ParameterServer::close`] the others' operations fail from now on.
     fn drop(&mut self) {
+        if fork::is_child() {
+            // The threads are those of the parent.
+            return;
+        }
         let error = Error::State("the parameter server was freed before the operation had ended".into());
         if let Ok(Some(thread)) = self.close_queue(Some(error)) {
             join(thread);

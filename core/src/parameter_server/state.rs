@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use super::shards::Shards;
 use crate::error::Result;
+use crate::fork;
 use crate::group::Group;
 use crate::transport::arena::PeerMemory;
 
@@ -63,6 +64,10 @@ impl OwnMemory {
 
 impl Drop for OwnMemory {
     fn drop(&mut self) {
+        if fork::is_child() {
+            // It is the parent's.
+            return;
+        }
         if !self.unused.load(Ordering::Acquire) {
             self.arenas.hold(self.memory.addr()..self.memory.addr() + self.len);
         }

@@ -23,8 +23,8 @@ pub use lifecycle::{abort, finalize, init, start, start_by_address, start_by_sto
 pub use memory::{alloc, free};
 pub use parameter_servers::create_parameter_server;
 pub use state::{
-    CONTROL, MAX_TEAMS, config, core_id, group_of_number, group_of_team, is_helper, is_initialized, nteams, rank_info,
-    topology,
+    CONTROL, MAX_TEAMS, check_fork, config, core_id, group_of_number, group_of_team, is_helper, is_initialized, nteams,
+    rank_info, topology,
 };
 pub use teams::{
     add_waited, config_team, create_team, discard_carried, ensure_team, init_teams, release, set_timeout, waited,

@@ -61,7 +61,11 @@ pub fn core_id() -> usize {
     (&raw const STATE).addr()
 }
 
-pub(super) fn check_fork() -> Result<()> {
+/// Refuses a child that a rank has forked.
+///
+/// # Errors
+/// [`Error::State`] there.
+pub fn check_fork() -> Result<()> {
     if fork::is_child() { helper::refusal().map_or(Ok(()), Err) } else { Ok(()) }
 }
 
