@@ -6,6 +6,7 @@ Thread rule: any thread may use every object.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Generator
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -13,6 +14,7 @@ from dl_comm import _dl_comm
 from dl_comm._checks import seconds
 
 Result = TypeVar("Result")
+Changed = TypeVar("Changed")
 
 
 def limit(timeout: float | None) -> float:
@@ -62,6 +64,13 @@ class Work(Generic[Result]):
         limit = 0.0 if timeout is None else max(seconds(timeout), 1e-9)
         self._handle.wait(limit)
         return self._result(self._handle)
+
+    def map(self, change: Callable[[Result], Changed]) -> Work[Changed]:
+        """A handle on the same call, whose result is ``change(result)``, made by each wait."""
+        other: Any = copy.copy(self)
+        made = self._result
+        other._result = lambda handle: change(made(handle))
+        return other  # type: ignore[no-any-return]
 
     def __await__(self) -> Generator[Any, None, Result]:
         return asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()

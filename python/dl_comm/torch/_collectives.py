@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dl_comm import _groups, _job, _work
+from dl_comm import _groups, _job
 from dl_comm._checks import checked_flag, checked_float, seconds
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group
@@ -166,8 +166,7 @@ def _with_counts(x: Any, result: Any, counts_of: Callable[[torch.Tensor], list[i
     counted: Any = counts[0] if wrap in (first, item) else counts
     if not isinstance(result, Work):
         return result, counted
-    handle, made = result._handle, result._result
-    return _work.Work(handle, lambda handle: (made(handle), counted))
+    return result.map(lambda made: (made, counted))
 
 
 def broadcast_new(

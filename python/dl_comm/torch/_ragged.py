@@ -48,8 +48,8 @@ def run_unknown(kind: type[Call], x: Any, sent: Any, return_counts: bool, common
         return as_tensors(_RUN[kind](arrays, **own, **options))
 
     if async_op:
-        work = _RUN[kind](arrays, **own, **options)
-        return _work.Work(work._handle, lambda handle: returned(*as_tensors(work._result(handle))))
+        work: _work.Work[Any] = _RUN[kind](arrays, **own, **options)
+        return work.map(lambda found: returned(*as_tensors(found)))
     if not _ops.learns(tensors):
         return returned(*run())
     known: list[list[int]] = []
