@@ -17,7 +17,7 @@ import numpy as np
 from dl_comm import _dl_comm
 from dl_comm._arguments import arrays_of
 from dl_comm._checks import checked_flag, checked_float, checked_int, checked_text
-from dl_comm._errors import ArgumentError, CommError, StateError
+from dl_comm._errors import ArgumentError, CommError, DTypeError, StateError
 from dl_comm._groups import Group, given
 from dl_comm._messages import recv, send
 from dl_comm._work import Work, limit
@@ -100,6 +100,8 @@ class Server:
     ) -> None:
         self._kind = kind
         self._tensors, self._wrap = kind.listed(tensors, "tensors")
+        if rules is not None and not isinstance(rules, Mapping):
+            raise DTypeError(f"rules is a {type(rules).__name__}; give a dictionary of functions by name")
         named = dict(rules or {})
         for name, rule in named.items():
             if checked_text("rules", name) in RULES or not callable(rule):
@@ -285,7 +287,8 @@ class Server:
             raise StateError("the parameter server was closed")
         if tensor is None:
             return 0, self._tensors
-        return int(tensor), [self._one(tensor)]
+        one = self._one(tensor)
+        return int(tensor), [one]
 
     def _like(self, x: Any, listed: list[Any], tensor: int | None, argument: str) -> list[Any]:
         """The tensors of ``x``, which have the shapes of ``listed``; the core compares types."""

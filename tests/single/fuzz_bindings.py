@@ -205,9 +205,41 @@ def collectives(
         short = {"timeout": st.one_of(st.just(0.01), timeouts.filter(_is_no_limit)), "async_op": st.just(True)}
         add(mc.send, value, roots, **short)
         add(mc.recv, value, roots, **short)
+        calls |= servers(value, tensors, framework)
     for listed in [calls.pop(mc.broadcast)]:
         calls[mc.broadcast] = listed.map(lambda call: (call[0], {k: v for k, v in call[1].items() if k != "name"}))
     return calls
+
+
+def servers(
+    value: st.SearchStrategy[Any], tensors: st.SearchStrategy[Any], framework: str
+) -> dict[Callable[..., Any], st.SearchStrategy[tuple[Any, dict[str, Any]]]]:
+    """A parameter server, and its operations."""
+    like: list[Any] = [np.zeros((2, 3), np.float32), np.zeros(4)]
+    if framework == "torch":
+        import torch
+
+        like = [torch.from_numpy(each) for each in like]
+    kept = mc.ParameterServer(like)
+    several = st.one_of(st.just(like), value)
+    options = {"tensor": st.one_of(st.integers(-1, 2), anything), "async_op": st.booleans(), "timeout": timeouts}
+    rules = st.one_of(st.sampled_from(["add", "copy", "zero"]), anything)
+    factors = st.one_of(st.none(), numbers)
+
+    def of(*arguments: st.SearchStrategy[Any], **optional: st.SearchStrategy[Any]) -> Any:
+        return st.tuples(st.tuples(*arguments), st.fixed_dictionaries({}, optional=optional))
+
+    def a_server(tensors: Any, **options: Any) -> None:
+        with mc.ParameterServer(tensors, **options) as made:
+            made.send(made.receive())
+
+    return {
+        a_server: of(several, group=st.one_of(st.none(), anything), rules=anything, timeout=timeouts),
+        kept.send: of(several, rules, scale=factors, **options),
+        kept.receive: of(st.one_of(st.none(), several), **options),
+        kept.shard: of(anything, rank=anything),
+        kept.integrate: of(st.just(lambda fetched, own: None), tensors=st.one_of(st.none(), several)),
+    }
 
 
 def _is_no_limit(timeout: Any) -> bool:
