@@ -47,6 +47,11 @@ def _first(arrays: list[Any]) -> Any:
     return arrays[0]
 
 
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Whether it is float16 or bfloat16."""
+    return dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16")
+
+
 def kind_of(x: Any) -> Callable[[list[Any]], Any]:
     return list if isinstance(x, (list, tuple)) else _first
 

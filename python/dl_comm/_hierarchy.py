@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from dl_comm import _dl_comm
-from dl_comm._arguments import ADASUM, NO_FACTORS
+from dl_comm._arguments import ADASUM, NO_FACTORS, is_half
 from dl_comm._communicators import Communicator
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group
@@ -81,11 +81,6 @@ def run_steps(steps: Sequence[Step], values: list[Any], call: Callable[[Step, li
         if step.collective != _REDUCE or step.group.rank == 0:
             values = results
     return values
-
-
-def is_half(dtype: np.dtype[Any]) -> bool:
-    """Whether it is float16 or bfloat16."""
-    return dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16")
 
 
 class _Handle:

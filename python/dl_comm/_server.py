@@ -15,16 +15,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from dl_comm import _dl_comm
-from dl_comm._arguments import arrays_of
+from dl_comm._agreement import failing_together
+from dl_comm._arguments import arrays_of, is_half
 from dl_comm._checks import checked_flag, checked_float, checked_int, checked_text
-from dl_comm._errors import ArgumentError, CommError, DTypeError, StateError
+from dl_comm._errors import ArgumentError, CommError, DTypeError, MismatchError, StateError
 from dl_comm._groups import Group, given
 from dl_comm._messages import recv, send
+from dl_comm._objects import all_gather_object
 from dl_comm._work import Work, limit
 
 RULES = {"zero": 0, "copy": 1, "add": 2}
 _SCALED = 3
-_REQUEST, _ANSWER = 0, 1
+_REQUEST = 0
+_MAX_ANSWER = 2**20
+"""Each request has a tag for its answer, so that a late one does not answer the next."""
 _END = -1
 _TEXT_BYTES = 1000
 
@@ -74,17 +78,23 @@ class ArrayKind:
 
     def sizes(self, array: Any) -> tuple[int, int]:
         size = array.dtype.itemsize
-        return size, 4 if _is_half(array) else size
+        return size, 4 if is_half(array.dtype) else size
 
     def raw(self, array: Any) -> np.ndarray[Any, Any]:
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
     def of_raw(self, raw: np.ndarray[Any, Any], like: Any, stored: bool) -> Any:
-        return raw.view(np.float32 if stored and _is_half(like) else like.dtype)
+        return raw.view(np.float32 if stored and is_half(like.dtype) else like.dtype)
 
 
-def _is_half(array: Any) -> bool:
-    return array.dtype.itemsize == 2 and array.dtype.kind not in "iu"  # bfloat16 has a kind of its own
+def checked_rules(rules: Mapping[str, Rule] | None) -> dict[str, Rule]:
+    """Rules in the order of their names, which the ranks send as numbers."""
+    if rules is not None and not isinstance(rules, Mapping):
+        raise DTypeError(f"rules is a {type(rules).__name__}; give a dictionary of functions by name")
+    for name, rule in (rules or {}).items():
+        if checked_text("rules", name) in RULES or not callable(rule):
+            raise ArgumentError(f"rules: {name!r} is a name of the server, or its value is no function")
+    return dict(sorted((rules or {}).items()))
 
 
 class Server:
@@ -99,17 +109,17 @@ class Server:
         timeout: float | None,
     ) -> None:
         self._kind = kind
-        self._tensors, self._wrap = kind.listed(tensors, "tensors")
-        if rules is not None and not isinstance(rules, Mapping):
-            raise DTypeError(f"rules is a {type(rules).__name__}; give a dictionary of functions by name")
-        named = dict(rules or {})
-        for name, rule in named.items():
-            if checked_text("rules", name) in RULES or not callable(rule):
-                raise ArgumentError(f"rules: {name!r} is a name of the server, or its value is no function")
         self.group = given(group)
-        outgoing = [kind.outgoing(tensor) for tensor in self._tensors]
-        memory = [each for each, _ in outgoing]
-        self._handle = _dl_comm.create_parameter_server(self.group.handle, memory, limit(timeout))
+        with failing_together("ParameterServer", self.group):
+            self._tensors, self._wrap = kind.listed(tensors, "tensors")
+            named = checked_rules(rules)
+            outgoing = [kind.outgoing(tensor) for tensor in self._tensors]
+        by_rank = all_gather_object(list(named), group=self.group)
+        if any(names != by_rank[0] for names in by_rank):
+            raise MismatchError(f"rules: the ranks have different names: {', '.join(map(str, by_rank))}")
+        self._handle = _dl_comm.create_parameter_server(
+            self.group.handle, [memory for memory, _ in outgoing], limit(timeout)
+        )
         self._is_closed = False
         self._last: Work[Any] | None = None
         self._fetched: list[Any] | None = None
@@ -336,7 +346,7 @@ class _CustomRules:
         self._names = list(rules)
         name = f"rules of a parameter server: {', '.join(self._names)}"
         self._group = Group(server.group.ranks, name)
-        self._lock = threading.Lock()
+        self._lock, self._tag = threading.Lock(), 0
         self._thread = threading.Thread(target=self._serve, name="dl_comm rules", daemon=True)
         self._thread.start()
 
@@ -346,13 +356,14 @@ class _CustomRules:
         with self._lock:
             for index, update in enumerate(updates, first):
                 raw, (each, _) = kind.raw(update), kind.sizes(update)
-                header = np.array([self._names.index(name), index])
                 for owner in range(server.size):
                     part = server.shard(index, owner)
+                    self._tag = self._tag % _MAX_ANSWER + 1
+                    header = np.array([self._names.index(name), index, self._tag])
                     data = [header, raw[part.start * each : part.stop * each]]
                     send(data, owner, _REQUEST, group=self._group, timeout=timeout)
                     answer = np.zeros(_TEXT_BYTES, np.uint8)
-                    status = recv(answer, owner, _ANSWER, group=self._group, timeout=timeout)
+                    status = recv(answer, owner, self._tag, group=self._group, timeout=timeout)
                     text = answer[: status.bytes].tobytes().decode(errors="replace")
                     if text != "done":
                         failures.append(f"rank {owner}: {text}")
@@ -363,7 +374,7 @@ class _CustomRules:
         server = self._server
         lengths = [server.shard(index, 0).stop for index in range(len(server._tensors))]  # rank 0's are the longest
         longest = max(n * server._kind.sizes(each)[0] for n, each in zip(lengths, server._tensors, strict=True))
-        header, data = np.zeros(2, np.int64), np.zeros(longest, np.uint8)
+        header, data = np.zeros(3, np.int64), np.zeros(longest, np.uint8)
         while True:
             try:
                 status = recv([header, data], None, _REQUEST, group=self._group, timeout=0)
@@ -373,7 +384,7 @@ class _CustomRules:
                 return
             answer = self._apply(int(header[0]), int(header[1]), data[: status.bytes - header.nbytes])
             try:
-                send(np.frombuffer(answer, np.uint8), status.source, _ANSWER, group=self._group)
+                send(np.frombuffer(answer, np.uint8), status.source, int(header[2]), group=self._group)
             except CommError:
                 return
 
@@ -396,6 +407,6 @@ class _CustomRules:
 
     def close(self) -> None:
         with contextlib.suppress(CommError):  # then the thread has ended, too
-            send([np.array([_END, 0]), np.zeros(0, np.uint8)], self._server.rank, _REQUEST, group=self._group)
+            send([np.array([_END, 0, 0]), np.zeros(0, np.uint8)], self._server.rank, _REQUEST, group=self._group)
         self._thread.join()
         self._group.free()

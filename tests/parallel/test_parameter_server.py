@@ -179,6 +179,25 @@ def test_too_small_and_different_tensors_are_refused_everywhere(framework: Frame
         assert (values(ps.receive()) == 1).all()
 
 
+def test_a_rank_that_differs_is_an_error_on_all(framework: Framework, rank: int, size: int) -> None:
+    def rule(shard: Any, update: Any) -> None:
+        shard += update
+
+    if size > 1:
+        with pytest.raises(mc.MismatchError, match=r"rules: the ranks have different names: \['a', 'b'\], \[\]"):
+            server(framework, np.ones(9), rules={"b": rule, "a": rule} if rank == 0 else None)
+        wrong: type[mc.CommError] = mc.ArgumentError if rank == 0 else mc.MismatchError
+        with pytest.raises(wrong, match="'add' is a name of the server"):
+            server(framework, np.ones(9), rules={"add": rule} if rank == 0 else None)
+    # The order of the names is no difference.
+    rules = {"b": rule, "a": rule}
+    with server(framework, np.zeros(9), rules=rules if rank % 2 else dict(reversed(rules.items()))) as ps:
+        ps.send(framework.make(np.ones(9)), "b")
+        mc.barrier()
+        assert (values(ps.receive()) == size).all()
+        mc.barrier()
+
+
 def test_two_servers_of_a_group(framework: Framework, rank: int, size: int) -> None:
     group = mc.Group([0]) if rank == 0 else None
     if group is not None:

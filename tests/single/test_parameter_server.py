@@ -99,6 +99,73 @@ os._exit(0)
     assert "shard of rank" in finished.output, finished.output
 
 
+def test_a_close_waits_for_operations_of_other_threads(script: Script) -> None:
+    """The owners free their memory after it."""
+    body = (
+        HEAD
+        + INIT
+        + """
+import threading
+big = np.ones(4_000_000)
+for turn in range(10):
+    ps = dl_comm.ParameterServer(big)
+    sent, began = [], threading.Event()
+    def send():
+        began.set()
+        try:
+            for _ in range(20): ps.send(big); sent.append(1)
+        except dl_comm.StateError as error:
+            assert "was closed" in str(error), error
+    thread = threading.Thread(target=send)
+    thread.start()
+    began.wait()
+    ps.close()
+    count = len(sent)
+    thread.join()
+    assert len(sent) <= count + 1, "one more was counted after it had ended"
+    del ps
+    check = dl_comm.shared_zeros(4_000_000)  # the memory that was freed
+    dl_comm.barrier()
+    assert not check.any()
+os.write(1, b"fine\\n")
+"""
+    )
+    finished = script(2, body, timeout=60)
+    assert finished.output.count("fine") == 2, finished.output
+
+
+def test_a_late_answer_of_a_rule_answers_no_other_send(script: Script) -> None:
+    body = (
+        HEAD
+        + INIT
+        + """
+def rule(shard, update):
+    if update[0] < 0:
+        time.sleep(2)
+        raise RuntimeError("late")
+    shard += update
+
+ps = dl_comm.ParameterServer(np.zeros(2), rules={"rule": rule})
+dl_comm.barrier()
+if rank == 0:
+    try:
+        ps.send(np.full(2, -1.0), "rule", timeout=0.5)
+        raise SystemExit("no error")
+    except dl_comm.TimeoutError:
+        pass
+    try:
+        ps.send(np.ones(2), "rule")
+    except dl_comm.CommError as error:  # the server may have ended
+        assert "late" not in str(error), error
+    os.write(1, b"fine\\n")
+time.sleep(3)
+os._exit(0)
+"""
+    )
+    finished = script(2, body, timeout=60)
+    assert finished.output.count("fine") == 1, finished.output
+
+
 def test_a_forked_child_gets_an_error_and_changes_nothing(script: Script) -> None:
     body = (
         HEAD

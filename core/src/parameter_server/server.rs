@@ -18,6 +18,7 @@ use crate::fork;
 use crate::group::{CallHandle, Group, OnComplete, Timeout, wait_for_result};
 use crate::lock::lock;
 use crate::log::log_line;
+use crate::signals;
 use crate::transport::WaitContext;
 
 /// A started operation.
@@ -29,6 +30,8 @@ struct Queue {
     items: VecDeque<Item>,
     /// Whether the thread runs one.
     is_busy: bool,
+    /// Those that run on their callers' threads.
+    inline: usize,
     is_closed: bool,
     thread: Option<JoinHandle<()>>,
 }
@@ -121,18 +124,24 @@ impl ParameterServer {
     /// The memory of the buffers is valid and not used otherwise.
     pub unsafe fn run(&self, operation: Operation, interrupt: impl Fn()) -> Result<()> {
         operation.check(self.state.shards.layout())?;
-        let waits = {
-            let queue = lock(&self.turns.queue);
-            if queue.is_closed {
-                return Err(closed());
-            }
-            queue.is_busy || !queue.items.is_empty()
-        };
-        if !waits {
-            // SAFETY: guaranteed by the caller.
-            return unsafe { run(&self.state, &operation) };
+        let mut queue = lock(&self.turns.queue);
+        if queue.is_closed {
+            return Err(closed());
         }
-        wait_for_result(interrupt, |done| self.enqueue(operation, done))
+        if queue.is_busy || !queue.items.is_empty() {
+            drop(queue);
+            return wait_for_result(interrupt, |done| self.enqueue(operation, done));
+        }
+        queue.inline += 1;
+        drop(queue);
+        // SAFETY: guaranteed by the caller.
+        let result = guard(|| unsafe { run(&self.state, &operation) });
+        let mut queue = lock(&self.turns.queue);
+        queue.inline -= 1;
+        if queue.is_closed {
+            self.turns.changed.notify_all();
+        }
+        result
     }
 
     /// Starts an operation; `then` gets the result too.
@@ -218,8 +227,17 @@ impl ParameterServer {
     /// Refuses further operations, and those that wait if there is an error for them.
     fn close_queue(&self, error: Option<Error>) -> Result<Option<JoinHandle<()>>> {
         let mut queue = lock(&self.turns.queue);
+        if queue.inline > 0 && signals::checking() {
+            let text =
+                "a handler of a signal closed a parameter server while its thread waits in it; let that end first";
+            return Err(Error::State(text.into()));
+        }
         if std::mem::replace(&mut queue.is_closed, true) {
             return Err(closed());
+        }
+        // The other ranks may free their memory once this one has closed.
+        while queue.inline > 0 {
+            queue = self.turns.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
         let thread = queue.thread.take();
         let refused = error.map(|error| (error, std::mem::take(&mut queue.items)));

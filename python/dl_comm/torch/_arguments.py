@@ -48,6 +48,9 @@ def tensors_of(x: Any, argument: str = "x") -> tuple[list[torch.Tensor], Callabl
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
+HALVES = (torch.float16, torch.bfloat16)
+"""The types whose sums have a wider accumulator."""
+
 # Types that the core does not know, by those of the same size in which they move.
 _CARRIERS: dict[torch.dtype, torch.dtype] = {
     dtype: torch.uint8 if dtype.itemsize == 1 else torch.int32

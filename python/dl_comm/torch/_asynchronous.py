@@ -15,10 +15,11 @@ from dl_comm._checks import checked_float, checked_int
 from dl_comm._errors import ArgumentError, StateError
 from dl_comm._groups import Group, given
 from dl_comm._ops import all_gather
+from dl_comm._server import Server
 from dl_comm._work import Work
 from dl_comm.torch._functions import broadcast
 from dl_comm.torch._optimizer import AveragingOptimizer
-from dl_comm.torch._server import ParameterServer
+from dl_comm.torch._server import TensorKind
 
 _KEY = "dl_comm"
 
@@ -69,7 +70,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         self._every = checked_int("update_frequency", update_frequency, 1)
         self._delay = checked_int("init_delay", init_delay, 0)
         self._ahead = checked_int("prefetch", prefetch, 0, self._every)
-        self._server: ParameterServer | None = None
+        self._server: Server | None = None
         self._is_closed = False
         self._work: Work[None] | None = None
         self._fetch: Work[Any] | None = None
@@ -106,12 +107,19 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         """All ranks get the parameters of the first."""
         with torch.no_grad():
             if self._is_root:
-                self._copy(broadcast([each.detach() for each in self._parameters], 0, group=self._roots))
+                self._copy(self._shared(self._parameters, self._roots))
             self._share_in_group()
 
     def _share_in_group(self) -> None:
         if self._group is not None:
-            self._copy(broadcast([each.detach() for each in self._parameters], 0, group=self._group))
+            self._copy(self._shared(self._parameters, self._group))
+
+    def _shared(self, values: list[torch.Tensor], group: Group | None) -> list[torch.Tensor]:
+        """The values of the first rank of a group, all of which train in the same way."""
+        found: list[torch.Tensor] = broadcast(
+            [each.detach() for each in values], 0, group=group, name=f"values of {type(self).__name__}"
+        )
+        return found
 
     def _copy(self, values: list[torch.Tensor]) -> None:
         for each, value in zip(self._parameters, values, strict=True):
@@ -147,7 +155,9 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         if not self._is_root or self._server is not None:
             return
         self._fetched = self._new().copy_(self._center or self._parameters)
-        self._server = ParameterServer(broadcast(self._fetched.rows, 0, group=self._roots), self._roots)
+        self._server = Server(
+            TensorKind(), self._shared(self._fetched.rows, self._roots), self._roots, rules=None, timeout=None
+        )
         self._center = None
         self._update = self._new()
         self._begin()
@@ -158,7 +168,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
     def _begin(self) -> None:
         """The server is there."""
 
-    def _values(self, server: ParameterServer) -> list[torch.Tensor]:
+    def _values(self, server: Server) -> list[torch.Tensor]:
         """The values of the server, for each parameter; from a prefetch, if there is one."""
         if self._fetch is None:
             server.receive(self._fetched.rows)
@@ -167,11 +177,11 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
             self._fetch = None
         return self._fetched.views
 
-    def _exchange(self, server: ParameterServer, since: int, integrates: bool) -> None:
+    def _exchange(self, server: Server, since: int, integrates: bool) -> None:
         """Exchanges with the server after step `since` of the asynchronous phase."""
         raise NotImplementedError
 
-    def _send(self, server: ParameterServer) -> None:
+    def _send(self, server: Server) -> None:
         """Starts to add the update, whose memory is then used until `_drain`."""
         self._work = server.send(self._update.rows, async_op=True)
 
@@ -190,7 +200,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
                 self._values(self._server)  # older than what follows
             self._drain()
             self._last(self._server)
-            _barrier(self._roots)  # all have sent
+            given(self._roots).barrier()  # all have sent
             with torch.no_grad():
                 self._copy(self._values(self._server))
             self._server.close()
@@ -200,7 +210,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
             else:
                 self._share_in_group()
 
-    def _last(self, server: ParameterServer) -> None:
+    def _last(self, server: Server) -> None:
         """Sends what was not sent."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -253,10 +263,6 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}({self._optimizer!r})"
 
 
-def _barrier(group: Group | None) -> None:
-    given(group).barrier()
-
-
 class Downpour(AsynchronousOptimizer):
     """Downpour SGD: every rank trains on its own, and adds its changes of the parameters to a server. Collective.
 
@@ -301,7 +307,7 @@ class Downpour(AsynchronousOptimizer):
     def _begin(self) -> None:
         self._reference = self._new().copy_(self._parameters)
 
-    def _send_change(self, server: ParameterServer) -> None:
+    def _send_change(self, server: Server) -> None:
         """Adds what the optimizer has changed since the last send."""
         self._drain()
         places = zip(self._parameters, self._reference.views, self._update.views, strict=True)
@@ -310,14 +316,14 @@ class Downpour(AsynchronousOptimizer):
             reference.copy_(each)
         self._send(server)
 
-    def _exchange(self, server: ParameterServer, since: int, integrates: bool) -> None:
+    def _exchange(self, server: Server, since: int, integrates: bool) -> None:
         if integrates or since % self._send_every == 0:
             self._send_change(server)
         if integrates:
             self._copy(self._values(server))
             self._reference.copy_(self._parameters)
 
-    def _last(self, server: ParameterServer) -> None:
+    def _last(self, server: Server) -> None:
         with torch.no_grad():
             self._send_change(server)
         self._drain()
@@ -363,7 +369,7 @@ class EASGD(AsynchronousOptimizer):
             raise ArgumentError(f"invalid beta: {beta!r} (expected a number above 0, at most 1)")
         super().__init__(optimizer, group, update_frequency, init_delay, prefetch)
 
-    def _exchange(self, server: ParameterServer, since: int, integrates: bool) -> None:
+    def _exchange(self, server: Server, since: int, integrates: bool) -> None:
         if not integrates:
             return
         self._drain()

@@ -16,7 +16,7 @@ from dl_comm._errors import ArgumentError
 from dl_comm._hierarchy import Levels
 from dl_comm._table import OPERATORS, SCALED, Allreduce, Broadcast, Reduce
 from dl_comm.torch import _ops
-from dl_comm.torch._arguments import device_of, refuse_gradients, tensors_of
+from dl_comm.torch._arguments import HALVES, device_of, refuse_gradients, tensors_of
 from dl_comm.torch._autograd import spread
 
 Step = tuple[int, tuple[int, int, int], str, float, float]
@@ -24,7 +24,6 @@ Step = tuple[int, tuple[int, int, int], str, float, float]
 
 _ALLREDUCE, _BROADCAST, _REDUCE = Allreduce.code, Broadcast.code, Reduce.code
 _NAMES = {code: name for codes in (OPERATORS, SCALED) for name, code in codes.items()}
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def steps_of(tensors: list[torch.Tensor], op: str, prescale: float, postscale: float) -> tuple[Step, ...] | None:
@@ -63,7 +62,7 @@ def allreduce_by_levels(
 
     def allreduce() -> list[torch.Tensor]:
         # The sums of the steps need the range of the sums within a call.
-        results = [tensor.float() if tensor.dtype in _HALVES else tensor for tensor in tensors]
+        results = [tensor.float() if tensor.dtype in HALVES else tensor for tensor in tensors]
         for step in steps:
             found = _run(step, results, name, timeout)
             if step[0] != _REDUCE or step[1][1] == 0:

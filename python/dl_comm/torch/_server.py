@@ -5,16 +5,14 @@ Thread rule: any thread may call every method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import Group
-from dl_comm._server import Rule, Server
-from dl_comm.torch._arguments import tensors_of
+from dl_comm.torch._arguments import HALVES, tensors_of
 
 _CODES = {
     torch.float16: 0,
@@ -34,7 +32,6 @@ _CODES = {
     torch.complex128: 14,
 }
 """Those of `dlDataType_t`."""
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -77,7 +74,7 @@ class TensorKind:
 
     def sizes(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Bytes of an element, and of one in the memory of the server."""
-        return tensor.itemsize, 4 if tensor.dtype in _HALVES else tensor.itemsize
+        return tensor.itemsize, 4 if tensor.dtype in HALVES else tensor.itemsize
 
     def raw(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         """The bytes of a tensor."""
@@ -86,18 +83,4 @@ class TensorKind:
 
     def of_raw(self, raw: np.ndarray[Any, Any], like: torch.Tensor, stored: bool) -> torch.Tensor:
         """A tensor on the memory of `raw`."""
-        return torch.from_numpy(raw).view(torch.float32 if stored and like.dtype in _HALVES else like.dtype)
-
-
-class ParameterServer(Server):
-    """As `dl_comm.ParameterServer`, for torch tensors."""
-
-    def __init__(
-        self,
-        tensors: Any,
-        group: Group | None = None,
-        *,
-        rules: Mapping[str, Rule] | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        super().__init__(TensorKind(), tensors, group, rules, timeout)
+        return torch.from_numpy(raw).view(torch.float32 if stored and like.dtype in HALVES else like.dtype)
