@@ -19,7 +19,6 @@ pub(super) trait TiledType: ReduceType {
     #[inline(always)]
     unsafe fn start<
         I: Isa,
-        First: StorageFormat<Self>,
         In: StorageFormat<Self>,
         Out: StorageFormat<Self>,
         O: Operator<Self::Acc>,
@@ -46,7 +45,6 @@ impl TiledType for F16 {
     #[inline(always)]
     unsafe fn start<
         I: Isa,
-        First: StorageFormat<F16>,
         In: StorageFormat<F16>,
         Out: StorageFormat<F16>,
         O: Operator<f32>,
@@ -60,7 +58,7 @@ impl TiledType for F16 {
         epilogue: E,
     ) -> usize {
         // SAFETY: guaranteed by the caller.
-        unsafe { half_tiles::<I, First, In, Out, O, E, N>(sources, outs, count, operator, epilogue) }
+        unsafe { half_tiles::<I, In, Out, O, E, N>(sources, outs, count, operator, epilogue) }
     }
 }
 
@@ -70,7 +68,7 @@ impl TiledType for F16 {
 /// # Safety
 /// As for [`super::kernel::blocks`].
 #[inline(always)]
-unsafe fn half_tiles<I, First, In, Out, O, E, const N: usize>(
+unsafe fn half_tiles<I, In, Out, O, E, const N: usize>(
     sources: [*const u8; N],
     outs: &[*mut u8],
     count: usize,
@@ -79,7 +77,6 @@ unsafe fn half_tiles<I, First, In, Out, O, E, const N: usize>(
 ) -> usize
 where
     I: Isa,
-    First: StorageFormat<F16>,
     In: StorageFormat<F16>,
     Out: StorageFormat<F16>,
     O: Operator<f32>,
@@ -89,7 +86,7 @@ where
     for tile in 0..tiles {
         // SAFETY: guaranteed by the caller; a tile is read from all sources before it is written.
         unsafe {
-            let mut accs = load::<I, O>(sources[0], tile, First::NATIVE, operator);
+            let mut accs = load::<I, O>(sources[0], tile, In::NATIVE, operator);
             for source in &sources[1..] {
                 let next = load::<I, O>(*source, tile, In::NATIVE, operator);
                 for (acc, next) in accs.iter_mut().zip(next) {

@@ -3,14 +3,16 @@
 use std::mem::MaybeUninit;
 use std::sync::LazyLock;
 
+use smallvec::SmallVec;
+
 use super::epilogue::{Epilogue, Identity};
 use super::half_tiles::TiledType;
 #[cfg(target_arch = "x86_64")]
 use super::isa::x86::{Avx2, Avx512};
 use super::isa::{Baseline, Isa};
-use super::operator::Operator;
-use super::storage::{AsAccumulator, StorageFormat};
-use super::types::ReduceType;
+use super::operator::{Keep, Operator};
+use super::storage::{AsAccumulator, AsElement, StorageFormat};
+use super::types::{Plain, ReduceType};
 
 /// The loop compiled for one instruction set. All kernels give the same bits, except for the sign and
 /// payload of a NaN of arithmetic.
@@ -61,6 +63,9 @@ const BLOCK: usize = 512;
 
 /// Combines the sources in order, applies `epilogue`, and stores the result to every out.
 ///
+/// One loop reduces two sources, of a hot operator up to four. Everything else takes a block at a time through a loop
+/// for each step, which operators, formats and epilogues share: widen, combine, finish. The block stays in the L1 cache.
+///
 /// # Safety
 /// The processor supports `kernel`. `sources` is not empty. The pointers are valid for `count` elements in their
 /// storage format, at any alignment. An out equals a source or overlaps none.
@@ -81,54 +86,90 @@ pub(super) unsafe fn reduce<
     /// Calls `compiled` for `$n` sources.
     macro_rules! compiled {
         ($sources:expr, $n:literal) => {
-            compiled::<S, In, In, Out, O, E, $n>(kernel, $sources, outs, count, operator, epilogue)
+            return compiled::<S, In, Out, O, E, $n>(kernel, $sources, outs, count, operator, epilogue)
         };
     }
+    // Conditions of constants, so that loops that are never called are not compiled.
     // SAFETY: guaranteed by the caller; a block is read from all sources before it is written.
     unsafe {
-        match *sources {
-            [] => debug_assert!(false, "nothing to reduce"),
-            [a] => compiled!([a], 1),
-            [a, b] if In::NATIVE => compiled!([a, b], 2),
-            [a, b, c] if In::NATIVE && O::IS_HOT => compiled!([a, b, c], 3),
-            [a, b, c, d] if In::NATIVE && O::IS_HOT => compiled!([a, b, c, d], 4),
-            [a, b, ref others @ ..] => {
-                let mut block = [MaybeUninit::<S::Acc>::uninit(); BLOCK];
-                let partial = block.as_mut_ptr().cast::<u8>();
-                let mut outs = outs.to_vec();
-                for position in (0..count).step_by(BLOCK) {
-                    let count = BLOCK.min(count - position);
-                    let source = |source: *const u8| source.add(position * size_of::<In::Stored>());
-                    compiled::<S, In, In, AsAccumulator, O, Identity, 2>(
-                        kernel,
-                        [source(a), source(b)],
-                        &[partial],
-                        count,
-                        operator,
-                        Identity,
-                    );
-                    for &next in others {
-                        compiled::<S, AsAccumulator, In, AsAccumulator, O, Identity, 2>(
-                            kernel,
-                            [partial, source(next)],
-                            &[partial],
-                            count,
-                            operator,
-                            Identity,
-                        );
-                    }
-                    compiled::<S, AsAccumulator, AsAccumulator, Out, O, E, 1>(
-                        kernel,
-                        [partial],
-                        &outs,
-                        count,
-                        operator,
-                        epilogue,
-                    );
-                    for out in &mut outs {
-                        *out = out.add(count * size_of::<Out::Stored>());
-                    }
-                }
+        if const { In::NATIVE && O::IS_HOT } {
+            match *sources {
+                [a] => compiled!([a], 1),
+                [a, b] => compiled!([a, b], 2),
+                [a, b, c] => compiled!([a, b, c], 3),
+                [a, b, c, d] => compiled!([a, b, c, d], 4),
+                _ => {}
+            }
+        } else if const { In::NATIVE && !O::LIFTS }
+            && let [a, b] = *sources
+        {
+            compiled!([a, b], 2);
+        }
+        let widen = |[source]: [*const u8; 1], acc: *mut u8, count| {
+            let lift = operator.lift_alone();
+            compiled::<S, In, AsAccumulator, _, _, 1>(kernel, [source], &[acc], count, lift, Identity);
+        };
+        let combine = |accs: [*const u8; 2], acc: *mut u8, count| {
+            let operator = O::OnAccs::default();
+            compiled::<Plain<S::Acc>, AsElement, AsElement, _, _, 2>(kernel, accs, &[acc], count, operator, Identity);
+        };
+        let finish = |acc: *const u8, outs: &[*mut u8], count| {
+            compiled::<S, AsAccumulator, Out, _, E, 1>(kernel, [acc], outs, count, Keep, epilogue);
+        };
+        let steps = Steps {
+            source: size_of::<In::Stored>(),
+            out: size_of::<Out::Stored>(),
+            widen: if const { In::NATIVE && (O::LIFTS || !S::PLAIN) } { Some(&widen) } else { None },
+            combine: &combine,
+            finish: &finish,
+        };
+        steps.reduce(sources, outs, count);
+    }
+}
+
+/// A reduction as loops over blocks.
+struct Steps<'a> {
+    /// The size of a stored element of a source.
+    source: usize,
+    /// The size of a stored element of an out.
+    out: usize,
+    /// Makes accumulators of elements; `None` if the sources have accumulators.
+    widen: Option<&'a dyn Fn([*const u8; 1], *mut u8, usize)>,
+    /// Combines accumulators.
+    combine: &'a dyn Fn([*const u8; 2], *mut u8, usize),
+    /// Stores accumulators.
+    finish: &'a dyn Fn(*const u8, &[*mut u8], usize),
+}
+
+impl Steps<'_> {
+    /// Reduces block by block.
+    ///
+    /// # Safety
+    /// As for [`reduce`]; there is a source, and the steps are of its types.
+    unsafe fn reduce(&self, sources: &[*const u8], outs: &[*mut u8], count: usize) {
+        // An accumulator has at most 16 bytes.
+        let mut partial = [MaybeUninit::<u128>::uninit(); BLOCK];
+        let mut widened = [MaybeUninit::<u128>::uninit(); BLOCK];
+        let (partial, widened) = (partial.as_mut_ptr().cast::<u8>(), widened.as_mut_ptr().cast::<u8>());
+        let mut outs = SmallVec::<[*mut u8; 16]>::from_slice(outs);
+        for position in (0..count).step_by(BLOCK) {
+            let count = BLOCK.min(count - position);
+            let accs = |source: *const u8, block: *mut u8| {
+                // SAFETY: guaranteed by the caller.
+                let source = unsafe { source.add(position * self.source) };
+                let Some(widen) = self.widen else { return source };
+                widen([source], block, count);
+                block.cast_const()
+            };
+            let mut result = accs(sources[0], partial);
+            for &next in &sources[1..] {
+                (self.combine)([result, accs(next, widened)], partial, count);
+                result = partial;
+            }
+            (self.finish)(result, &outs, count);
+            for out in &mut outs {
+                // SAFETY: guaranteed by the caller.
+                *out = unsafe { out.add(count * self.out) };
             }
         }
     }
@@ -140,7 +181,6 @@ pub(super) unsafe fn reduce<
 /// As for [`blocks`]; the processor supports `kernel`.
 unsafe fn compiled<
     S: TiledType,
-    First: StorageFormat<S>,
     In: StorageFormat<S>,
     Out: StorageFormat<S>,
     O: Operator<S::Acc>,
@@ -161,8 +201,7 @@ unsafe fn compiled<
             #[inline(never)]
             unsafe fn loops<
                 S: TiledType,
-                First: StorageFormat<S>,
-                In: StorageFormat<S>,
+                            In: StorageFormat<S>,
                 Out: StorageFormat<S>,
                 O: Operator<S::Acc>,
                 E: Epilogue<S::Acc>,
@@ -175,15 +214,14 @@ unsafe fn compiled<
                 epilogue: E,
             ) {
                 // SAFETY: guaranteed by the caller.
-                unsafe { blocks::<$isa, S, First, In, Out, O, E, N>(sources, outs, count, operator, epilogue) }
+                unsafe { blocks::<$isa, S, In, Out, O, E, N>(sources, outs, count, operator, epilogue) }
             }
             // SAFETY: guaranteed by the caller.
-            unsafe { loops::<S, First, In, Out, O, E, N>(sources, outs, count, operator, epilogue) }
+            unsafe { loops::<S, In, Out, O, E, N>(sources, outs, count, operator, epilogue) }
         }};
     }
     match kernel {
         Kernel::Baseline => compile!(Baseline),
-        _ if O::IS_RARE => compile!(Baseline),
         #[cfg(target_arch = "x86_64")]
         Kernel::Avx512 if O::IS_HOT => compile!(Avx512, "avx512f,avx512bw,avx512dq,avx512vl"),
         #[cfg(target_arch = "x86_64")]
@@ -191,7 +229,7 @@ unsafe fn compiled<
     }
 }
 
-/// The loop. The first source may have its own storage format.
+/// The loop.
 ///
 /// N is a constant, so accumulators stay in registers. Results are written to a local block and copied from there: an
 /// out may equal a source, and LLVM vectorizes a loop only if its stores cannot alias its loads.
@@ -199,7 +237,7 @@ unsafe fn compiled<
 /// # Safety
 /// The pointers are valid for `count` elements in their storage format. An out equals a source or overlaps none.
 #[inline(always)]
-pub(super) unsafe fn blocks<I, S, First, In, Out, O, E, const N: usize>(
+pub(super) unsafe fn blocks<I, S, In, Out, O, E, const N: usize>(
     sources: [*const u8; N],
     outs: &[*mut u8],
     count: usize,
@@ -208,7 +246,6 @@ pub(super) unsafe fn blocks<I, S, First, In, Out, O, E, const N: usize>(
 ) where
     I: Isa,
     S: TiledType,
-    First: StorageFormat<S>,
     In: StorageFormat<S>,
     Out: StorageFormat<S>,
     O: Operator<S::Acc>,
@@ -218,11 +255,11 @@ pub(super) unsafe fn blocks<I, S, First, In, Out, O, E, const N: usize>(
     // written.
     unsafe {
         let mut results = [MaybeUninit::<Out::Stored>::uninit(); BLOCK];
-        let mut position = S::start::<I, First, In, Out, O, E, N>(sources, outs, count, operator, epilogue);
+        let mut position = S::start::<I, In, Out, O, E, N>(sources, outs, count, operator, epilogue);
         while position < count {
             let len = BLOCK.min(count - position);
             for (i, result) in results[..len].iter_mut().enumerate() {
-                let mut acc = load::<S, First, O>(sources[0], position + i, operator);
+                let mut acc = load::<S, In, O>(sources[0], position + i, operator);
                 for source in &sources[1..] {
                     acc = O::combine(acc, load::<S, In, O>(*source, position + i, operator));
                 }

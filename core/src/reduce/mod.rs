@@ -9,7 +9,7 @@
 //! The wire carries elements. With several replicas per process (`wire_is_acc`) it carries accumulators, the partial
 //! results of the replicas.
 //!
-//! There is one loop (`kernel.rs`), generic over types (`types.rs`), operators (`operator.rs`, with the arithmetic of
+//! There is one loop (`kernel.rs`), for a whole reduction or for a step of it, generic over types (`types.rs`), operators (`operator.rs`, with the arithmetic of
 //! `number.rs` and `ordered.rs`), storage formats (`storage.rs`) and instruction sets (`isa.rs`); `op.rs` has the table
 //! of those that exist. LLVM vectorizes the loop: it has blocks of fixed size, no branches, and no aliasing. It is
 //! compiled for the target's minimum, on x86-64 also for AVX2 and AVX-512, and selected once per process. Only float16

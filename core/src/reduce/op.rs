@@ -3,7 +3,7 @@
 use super::epilogue::{Divide, DividePow2, Epilogue, Identity, Scale, ScaleAndDivide};
 use super::half_tiles::TiledType;
 use super::number::{Divisible, Scalable};
-use super::operator::{Add, And, Greater, Lesser, Multiply, OfLifted, OfScaled, Operator, Or, Xor};
+use super::operator::{Add, And, Compact, Greater, Lesser, Multiply, OfScaled, Operator, Or, Xor};
 use super::ordered::{BF16Bits, F16Bits};
 use super::pair::BF16Pair;
 use super::storage::{AsAccumulator, AsElement, StorageFormat};
@@ -322,7 +322,7 @@ impl<V: Visitor> Kernels<'_, V> {
         }
     }
 
-    fn scaled<S: TiledType<Acc: Scalable>, O: Operator<S::Acc>>(&self, pre: f64, post: f64) -> V::Output {
+    fn scaled<S: TiledType<Acc: Scalable>, O: Operator<S::Acc> + Default>(&self, pre: f64, post: f64) -> V::Output {
         self.lifted::<S, O, _>(pre, Scale::new(post))
     }
 
@@ -331,7 +331,7 @@ impl<V: Visitor> Kernels<'_, V> {
     }
 
     /// Elements are multiplied by `pre`; accumulators contain it.
-    fn lifted<S: TiledType<Acc: Scalable>, O: Operator<S::Acc>, E: Epilogue<S::Acc>>(
+    fn lifted<S: TiledType<Acc: Scalable>, O: Operator<S::Acc> + Default, E: Epilogue<S::Acc>>(
         &self,
         pre: f64,
         epilogue: E,
@@ -339,7 +339,7 @@ impl<V: Visitor> Kernels<'_, V> {
         if self.from_elements {
             self.visitor.visit::<S, AsElement, _, _>(OfScaled::<O, _>::new(pre), epilogue)
         } else {
-            self.visit::<S, OfLifted<O>, _>(OfLifted::new(), epilogue)
+            self.visit::<S, Compact<O>, _>(Compact(O::default()), epilogue)
         }
     }
 }

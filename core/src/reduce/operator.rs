@@ -7,13 +7,19 @@ use super::ordered::Ordered;
 
 /// Combines accumulators of type `A`.
 pub(crate) trait Operator<A>: Copy + Send + 'static {
-    /// Whether speed matters more than code size: the loop is compiled for up to four sources instead of two, and for
-    /// AVX-512.
+    /// The same on accumulators, which contain the factor.
+    type OnAccs: Operator<A> + Default;
+    /// [`Operator::lift`] alone.
+    type Lift: Operator<A>;
+    /// Whether speed matters more than code size: one loop takes up to four sources, not
+    /// two, and is compiled for AVX-512 too.
     const IS_HOT: bool = false;
     /// As `IS_HOT`, of elements that a factor multiplies.
     const IS_SCALED_HOT: bool = false;
-    /// Whether code size matters more than speed: the loop is compiled for the target's minimum only.
-    const IS_RARE: bool = false;
+    /// Whether `lift` changes elements.
+    const LIFTS: bool = false;
+    /// [`Operator::Lift`]
+    fn lift_alone(self) -> Self::Lift;
     /// Makes an accumulator of an element that was widened.
     #[inline(always)]
     fn lift(self, element: A) -> A {
@@ -23,16 +29,19 @@ pub(crate) trait Operator<A>: Copy + Send + 'static {
     fn combine(left: A, right: A) -> A;
 }
 
-/// Sums.
-#[derive(Clone, Copy)]
-pub(super) struct Add;
+/// For loops of one source.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Keep;
 
-impl<A: Number> Operator<A> for Add {
-    const IS_HOT: bool = A::FLOAT;
-    const IS_SCALED_HOT: bool = A::SINGLE;
+impl<A> Operator<A> for Keep {
+    type OnAccs = Keep;
+    type Lift = Keep;
+    fn lift_alone(self) -> Keep {
+        Keep
+    }
     #[inline(always)]
-    fn combine(left: A, right: A) -> A {
-        left.add(right)
+    fn combine(left: A, _: A) -> A {
+        left
     }
 }
 
@@ -48,8 +57,14 @@ impl<O, A: Scalable> OfScaled<O, A> {
 }
 
 impl<O: Operator<A>, A: Scalable> Operator<A> for OfScaled<O, A> {
+    type OnAccs = O::OnAccs;
+    type Lift = OfScaled<Keep, A>;
     const IS_HOT: bool = O::IS_SCALED_HOT;
-    const IS_RARE: bool = !O::IS_SCALED_HOT;
+    const LIFTS: bool = true;
+    #[inline(always)]
+    fn lift_alone(self) -> OfScaled<Keep, A> {
+        OfScaled(self.0, PhantomData)
+    }
     #[inline(always)]
     fn lift(self, element: A) -> A {
         element.scale(self.0)
@@ -60,20 +75,22 @@ impl<O: Operator<A>, A: Scalable> Operator<A> for OfScaled<O, A> {
     }
 }
 
-/// The operator `O` of accumulators that contain their factor.
+/// The operator `O` where code size matters more than speed.
 #[derive(Clone, Copy)]
-pub(super) struct OfLifted<O>(PhantomData<O>);
+pub(super) struct Compact<O>(pub O);
 
-impl<O> OfLifted<O> {
-    /// The operator.
-    pub fn new() -> OfLifted<O> {
-        OfLifted(PhantomData)
+impl<O: Operator<A>, A> Operator<A> for Compact<O> {
+    type OnAccs = O::OnAccs;
+    type Lift = O::Lift;
+    const LIFTS: bool = O::LIFTS;
+    #[inline(always)]
+    fn lift_alone(self) -> O::Lift {
+        self.0.lift_alone()
     }
-}
-
-impl<O: Operator<A>, A> Operator<A> for OfLifted<O> {
-    const IS_HOT: bool = O::IS_SCALED_HOT;
-    const IS_RARE: bool = !O::IS_SCALED_HOT;
+    #[inline(always)]
+    fn lift(self, element: A) -> A {
+        self.0.lift(element)
+    }
     #[inline(always)]
     fn combine(left: A, right: A) -> A {
         O::combine(left, right)
@@ -81,13 +98,19 @@ impl<O: Operator<A>, A> Operator<A> for OfLifted<O> {
 }
 
 macro_rules! operator {
-    ($(#[$doc:meta])* $operator:ident, ($($generics:tt)*) $acc:ty, $is_hot:expr, $combine:expr) => {
+    ($(#[$doc:meta])* $operator:ident, ($($generics:tt)*) $acc:ty, $combine:expr $(, $($constants:item)+)?) => {
         $(#[$doc])*
-        #[derive(Clone, Copy)]
+        #[derive(Clone, Copy, Default)]
         pub(super) struct $operator;
 
         impl<$($generics)*> Operator<$acc> for $operator {
-            const IS_HOT: bool = $is_hot;
+            type OnAccs = $operator;
+            type Lift = Keep;
+            $($($constants)+)?
+            #[inline(always)]
+            fn lift_alone(self) -> Keep {
+                Keep
+            }
             #[inline(always)]
             fn combine(left: $acc, right: $acc) -> $acc {
                 ($combine)(left, right)
@@ -96,26 +119,30 @@ macro_rules! operator {
     };
 }
 operator!(
+    /// Sums.
+    Add, (A: Number) A, A::add, const IS_HOT: bool = A::FLOAT; const IS_SCALED_HOT: bool = A::SINGLE;
+);
+operator!(
     /// Products.
-    Multiply, (A: Number) A, A::SINGLE, A::multiply
+    Multiply, (A: Number) A, A::multiply, const IS_HOT: bool = A::SINGLE;
 );
 operator!(
     /// Minima.
-    Lesser, (A: Ordered) A, A::SINGLE, A::lesser
+    Lesser, (A: Ordered) A, A::lesser, const IS_HOT: bool = A::SINGLE;
 );
 operator!(
     /// Maxima.
-    Greater, (A: Ordered) A, A::SINGLE, A::greater
+    Greater, (A: Ordered) A, A::greater, const IS_HOT: bool = A::SINGLE;
 );
 operator!(
     /// Bitwise and.
-    And, () u8, false, |left, right| left & right
+    And, () u8, |left, right| left & right
 );
 operator!(
     /// Bitwise or.
-    Or, () u8, false, |left, right| left | right
+    Or, () u8, |left, right| left | right
 );
 operator!(
     /// Bitwise exclusive or.
-    Xor, () u8, false, |left, right| left ^ right
+    Xor, () u8, |left, right| left ^ right
 );

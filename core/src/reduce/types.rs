@@ -9,7 +9,7 @@ pub(crate) trait ReduceType: Sized + 'static {
     /// The type of a tensor's elements; `u16` stands for float16 and bfloat16.
     type Element: Copy + Default;
     /// The type of partial results.
-    type Acc: Copy;
+    type Acc: Copy + Default;
     /// Whether the accumulator is the element.
     const PLAIN: bool = false;
     /// Whether it stands for two elements of a tensor.
