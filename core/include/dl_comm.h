@@ -259,19 +259,24 @@ struct dl_comm_device;
  * The same order on all ranks costs nothing; a `timeout` costs an exchange of lists. The call needs a name. */
 #define DL_COMM_BY_NAME 1
 
+/* A flag of a call for dl_comm_start: a small one may be completed, and its `done` called, only when somebody waits for
+ * it, tests or frees its handle, makes the next call of the group, or ends the group. Other ranks do not wait for that.
+ * It then costs little more than a call of dl_comm_run. Ranks may differ in it. */
+#define DL_COMM_ON_WAIT 2
+
 /* A call. Set it to zero bytes and `size` to sizeof(dl_comm_call_t) first: later versions add fields at the end.
  * - `send_counts`: the lengths of the blocks, if they differ; the list has one tensor, whose `length` is ignored. An
  *   entry for each rank: of the block that the rank contributes (ALLGATHER, GATHER) or receives (SCATTER,
  *   REDUCE_SCATTER), equal on all ranks. For ALLTOALL, of the blocks that this rank sends, and `receive_counts` of
  * those that it receives; every pair of ranks must agree.
- * - `flags`: 0 or DL_COMM_BY_NAME.
+ * - `flags`: 0, or DL_COMM_BY_NAME and DL_COMM_ON_WAIT added.
  * - `name`: part of the signature and of messages; may be NULL.
  * - `timeout`: the deadline in seconds; 0 for the group's, negative for none.
  * - `device`: the GPU of the tensors; NULL for host memory. Without NCCL, all but ALLREDUCE and BROADCAST go through
  *   host memory.
  * - `done`: dl_comm_start only; called once when the call has ended, with 0 or an error code and its message, on a
- *   thread of the group. It must not block, and may start calls. dl_comm_wait and dl_comm_test of other threads see
- *   the end after `done` has returned.
+ *   thread of the group, or on one that starts the call or waits for it. It must not block, and may start calls.
+ *   dl_comm_wait and dl_comm_test of other threads see the end after `done` has returned.
  * - `allocate`: ALLGATHER and ALLTOALL of host memory, where this rank does not know how long the others' blocks are:
  * the lengths travel inside the call. `length` is that of this rank's block of each tensor; for ALLTOALL `send_counts`
  * has an entry for each tensor and rank, those of the first tensor first. `receive_counts` and every `dst` are NULL.

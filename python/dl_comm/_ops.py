@@ -139,12 +139,15 @@ def allreduce(x: Any, op: str, prescale: float, postscale: float, common: tuple[
     group, name, timeout, out, async_op, by_name = common
     is_plain = type(x) is np.ndarray and (out is x or out is None) and by_name is False
     is_short = type(prescale) is float is type(postscale) and type(op) is str and (name is None or type(name) is str)
-    if is_plain and is_short and async_op is False and prescale == 1.0 == postscale and op in OPERATORS:
+    if is_plain and is_short and type(async_op) is bool and prescale == 1.0 == postscale and op in OPERATORS:
         # Such an array needs no checks here, and a short call no more than this.
         result = new_result_like(x) if out is None else x
         wait = 0.0 if timeout is None else limit(timeout)
         spec = (_ALLREDUCE, OPERATORS[op], 0, 1, [x], [result], None, None, name, wait, NO_FACTORS, False)
-        members(group, _ALLREDUCE).handle.run(spec)
+        handle = members(group, _ALLREDUCE, async_op=async_op).handle
+        if async_op:
+            return Work(handle.start(spec), lambda _: result)
+        handle.run(spec)
         return result
     call = _Call(Allreduce, *common)
     arrays, wrap = arrays_of(x)

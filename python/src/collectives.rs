@@ -351,6 +351,7 @@ impl Group {
             let mut request = request;
             request.raw.done = Some(release);
             request.raw.context = context;
+            request.raw.flags |= ffi::DL_COMM_ON_WAIT.cast_signed();
             // SAFETY: `release` keeps the arrays until the call has ended.
             unsafe { ffi::dl_comm_start(group.raw(), &raw const request.raw, work) }
         })

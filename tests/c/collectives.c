@@ -308,6 +308,48 @@ static void many_in_flight(void) {
   }
 }
 
+/* Calls that whoever waits may complete. Ranks differ in how they make them, and in what they do with the handles. */
+static void on_wait(void) {
+  enum { CALLS = 60, LENGTH = 3 };
+  static int32_t values[CALLS][LENGTH];
+  int started = 0, ended = 0;
+  dl_comm_work_t* later = NULL;
+  for (int c = 0; c < CALLS; ++c) {
+    for (int i = 0; i < LENGTH; ++i) values[c][i] = rank + c;
+    dl_comm_buffer_t buffer = buffer_of(values[c], values[c], LENGTH);
+    dl_comm_call_t call = call_on(DL_COMM_ALLREDUCE, &buffer);
+    call.reduce = DL_COMM_MAX;
+    const int how = c < 2 ? 0 : (c * (rank + 1)) % 6;
+    if (how == 0) {
+      EXPECT(dl_comm_run(group, &call) == 0);
+      continue;
+    }
+    call.flags = DL_COMM_ON_WAIT;
+    call.done = count_call;
+    call.context = &ended;
+    dl_comm_work_t* work;
+    EXPECT(dl_comm_start(group, &call, &work) == 0);
+    ++started;
+    int has_ended = 0;
+    if (how == 1) EXPECT(dl_comm_wait(work, 0) == 0);
+    if (how == 2) EXPECT(dl_comm_wait(work, 60) == 0);
+    while (how == 3 && has_ended == 0) EXPECT(dl_comm_test(work, &has_ended) == 0);
+    if (how == 4 && later == NULL) {
+      later = work;
+      continue;
+    }
+    EXPECT(dl_comm_work_free(work) == 0);
+  }
+  if (later != NULL) EXPECT(dl_comm_wait(later, 0) == 0 && dl_comm_work_free(later) == 0);
+  dl_comm_call_t barrier = call_on(DL_COMM_BARRIER, NULL);
+  barrier.count = 0;
+  EXPECT(dl_comm_run(group, &barrier) == 0);
+  EXPECT(__atomic_load_n(&ended, __ATOMIC_RELAXED) == started);
+  for (int c = 0; c < CALLS; ++c) {
+    for (int i = 0; i < LENGTH; ++i) EXPECT(values[c][i] == size - 1 + c);
+  }
+}
+
 /* Small calls that differ from the call before in some words, with refused calls between. */
 static void repeated(void) {
   enum { CALLS = 400, LENGTH = 4, SETS = 3 };
@@ -445,8 +487,8 @@ static void by_name(void) {
   call.flags = DL_COMM_BY_NAME;
   REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "needs a name");
   call.name = "a name";
-  call.flags = 2 | DL_COMM_BY_NAME;
-  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "flags is 3");
+  call.flags = 4 | DL_COMM_BY_NAME;
+  REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "flags is 5");
   if (size > 1) {
     call.flags = DL_COMM_BY_NAME;
     call.reduce = rank == 0 ? DL_COMM_SUM : DL_COMM_MAX;
@@ -516,6 +558,7 @@ int main(void) {
   blocks_of_different_lengths();
   unknown_lengths();
   many_in_flight();
+  on_wait();
   repeated();
   operators();
   adasum();
@@ -525,8 +568,21 @@ int main(void) {
   for (int kind = PRIVATE; kind <= DIFFERENT; ++kind) every_collective(LONGEST * 3, 0, (kind_t)kind);
   every_collective(17, 0, PRIVATE);
   dl_comm_group_t* late = NULL;
+  /* A call that nobody waits for ends with its group. */
+  int32_t value = rank;
+  int ended = 0;
+  dl_comm_buffer_t buffer = buffer_of(&value, &value, 1);
+  dl_comm_call_t unwaited = call_on(DL_COMM_ALLREDUCE, &buffer);
+  unwaited.reduce = DL_COMM_MAX;
+  for (int c = 0; c < 2; ++c) EXPECT(dl_comm_run(group, &unwaited) == 0);
+  unwaited.flags = DL_COMM_ON_WAIT;
+  unwaited.done = count_call;
+  unwaited.context = &ended;
+  dl_comm_work_t* work;
+  EXPECT(dl_comm_start(group, &unwaited, &work) == 0);
   EXPECT(dl_comm_team_group(0, &late) == 0 && dl_comm_group_free(group) == 0);
   EXPECT(dl_comm_finalize() == 0);
+  EXPECT(ended == 1 && value == size - 1 && dl_comm_work_free(work) == 0);
   dl_comm_call_t call = call_on(DL_COMM_BARRIER, NULL);
   call.count = 0;
   EXPECT(dl_comm_run(late, &call) == DL_COMM_ERROR_STATE && dl_comm_group_free(late) == 0);

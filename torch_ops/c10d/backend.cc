@@ -157,8 +157,11 @@ WorkPtr Backend::checked(const char* title, Milliseconds timeout, c10::function_
 
 WorkPtr Backend::started(c10::intrusive_ptr<CallWork> work) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  started_.erase(std::remove_if(started_.begin(), started_.end(), [](const auto& state) { return state.expired(); }),
-                 started_.end());
+  if (started_.size() >= sweep_at_) {
+    started_.erase(std::remove_if(started_.begin(), started_.end(), [](const auto& state) { return state.expired(); }),
+                   started_.end());
+    sweep_at_ = 2 * started_.size() + 16;
+  }
   started_.push_back(work->state);
   if (coalescing_ == std::this_thread::get_id()) coalesced_.push_back(work);
   return work;
@@ -204,6 +207,7 @@ WorkPtr Backend::launch(Call call, ::c10d::OpType type, bool is_async, Milliseco
   auto work = c10::make_intrusive<CallWork>(getRank(), type, number, state);
   auto request = state->call.describe(seconds(timeout));
   if (on_gpu) request.device = &device;
+  request.flags |= DL_COMM_ON_WAIT;
   CallState::start(state, group.get(), request, dl_comm_start);
   return started(std::move(work));
 }

@@ -128,6 +128,7 @@ class Backend final : public ::c10d::Backend {
   mutable std::mutex mutex_;
   std::shared_ptr<dl_comm_group_t> group_;
   std::vector<std::weak_ptr<CallState>> started_;
+  size_t sweep_at_ = 0;  // at how many of them to remove those that torch has dropped
   // The thread between startCoalescing and endCoalescing.
   std::thread::id coalescing_;
   std::vector<WorkPtr> coalesced_;

@@ -93,6 +93,7 @@ void CallState::end(const std::shared_ptr<CallState>& self, int code, const char
 }
 
 void CallState::drop() {
+  ended();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     dropped_ = true;
@@ -112,6 +113,8 @@ void CallState::release() {
 }
 
 bool CallState::ended() const {
+  int has_ended = 0;
+  dl_comm_test(handle, &has_ended);  // DL_COMM_ON_WAIT; the error is that of `code_`
   const std::lock_guard<std::mutex> lock(mutex_);
   return ended_;
 }
@@ -191,6 +194,7 @@ void CallState::synchronize() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CallState::future() {
+  ended();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (future_) return future_;

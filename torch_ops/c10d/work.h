@@ -60,6 +60,7 @@ class CallState {
   // Torch has dropped the Work. The outputs are still copied to where the caller wants them.
   void drop();
 
+  // Also lets the core complete a call that nobody waits for.
   bool ended() const;
 
   // Whether the call reads or writes the memory of this tensor.

@@ -107,16 +107,20 @@ impl Callback {
 
 /// `DL_COMM_BY_NAME`
 const BY_NAME: c_int = 1;
+/// `DL_COMM_ON_WAIT`
+const ON_WAIT: c_int = 2;
 
 #[cold]
 fn unknown_flags(flags: c_int) -> Error {
-    Error::Invalid(format!("flags is {flags}; this version of dl_comm knows DL_COMM_BY_NAME (1) only"))
+    Error::Invalid(format!(
+        "flags is {flags}; this version of dl_comm knows DL_COMM_BY_NAME (1) and DL_COMM_ON_WAIT (2)"
+    ))
 }
 
 impl CCall {
     #[inline(always)]
     fn request(&self) -> Result<Request> {
-        if self.flags & !BY_NAME != 0 {
+        if self.flags & !(BY_NAME | ON_WAIT) != 0 {
             return Err(unknown_flags(self.flags));
         }
         Request::from_codes(self.collective, self.reduce, (self.prescale, self.postscale), self.root)
@@ -126,7 +130,16 @@ impl CCall {
         self.flags & BY_NAME != 0
     }
 
-    /// Runs a call with even blocks on host memory by the fast path. `None`: no effect.
+    /// Whether it has even blocks and host memory, as the calls of the fast path.
+    ///
+    /// # Safety
+    /// As for [`dl_comm_run`].
+    unsafe fn is_plain(&self) -> bool {
+        // SAFETY: the caller's promise.
+        self.send_counts.is_null() && self.receive_counts.is_null() && unsafe { to_device(self.device) }.is_none()
+    }
+
+    /// Runs a plain call by the fast path. `None`: no effect.
     ///
     /// # Safety
     /// As for [`dl_comm_run`].
@@ -134,23 +147,42 @@ impl CCall {
         let (list, name) = (&mut Views::new(), &mut Cow::default());
         // SAFETY: the caller's promise.
         unsafe {
-            let buffers = array(self.buffers, self.count, "the list of buffers").ok()?;
-            let (words, timeout) = (self.words(buffers), to_timeout(self.timeout));
-            collectives::try_small(
-                group,
-                words,
-                move || {
-                    views(self.buffers, self.count, list).ok()?;
-                    *name = text(self.name);
-                    match self.request() {
-                        Ok(Request::Collective(op)) => {
-                            Some(SmallCallInput { op, name, by_name: self.is_by_name(), views: list })
-                        }
-                        Ok(Request::Adasum) | Err(_) => None,
-                    }
-                },
-                timeout,
-            )
+            let words = self.words(array(self.buffers, self.count, "the list of buffers").ok()?);
+            collectives::try_small(group, words, move || self.small_input(list, name), to_timeout(self.timeout))
+        }
+    }
+
+    /// Starts a plain call by the fast path. `None`: no effect.
+    ///
+    /// # Safety
+    /// As for [`dl_comm_start`].
+    unsafe fn try_start_small(&self, group: &Group, then: &mut Option<OnComplete>) -> Option<CallHandle> {
+        let (list, name) = (&mut Views::new(), &mut Cow::default());
+        // SAFETY: the caller's promise.
+        unsafe {
+            let words = self.words(array(self.buffers, self.count, "the list of buffers").ok()?);
+            let timeout = to_timeout(self.timeout);
+            collectives::try_start_small(group, words, move || self.small_input(list, name), timeout, then)
+        }
+    }
+
+    /// The call for the fast path.
+    ///
+    /// # Safety
+    /// As for [`dl_comm_run`].
+    unsafe fn small_input<'b, 'a: 'b>(
+        &self,
+        list: &'b mut Views<'a>,
+        name: &'b mut Cow<'a, str>,
+    ) -> Option<SmallCallInput<'b>> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            views(self.buffers, self.count, list).ok()?;
+            *name = text(self.name);
+        }
+        match self.request() {
+            Ok(Request::Collective(op)) => Some(SmallCallInput { op, name, by_name: self.is_by_name(), views: list }),
+            Ok(Request::Adasum) | Err(_) => None,
         }
     }
 
@@ -161,7 +193,9 @@ impl CCall {
             return None;
         }
         let pair = |low: c_int, high: c_int| u64::from(low.cast_unsigned()) | u64::from(high.cast_unsigned()) << 32;
-        let CCall { collective, reduce, root, flags, prescale, postscale, .. } = *self;
+        let CCall { collective, reduce, root, prescale, postscale, .. } = *self;
+        // It says nothing of the call itself.
+        let flags = self.flags & !ON_WAIT;
         let head = [pair(collective, reduce), pair(root, flags), prescale.to_bits(), postscale.to_bits()];
         const { assert!(size_of::<CBuffer>() == size_of::<TensorWords>()) };
         // SAFETY: both structures have two addresses first, then words without padding, and the same alignment.
@@ -235,11 +269,17 @@ pub unsafe extern "C" fn dl_comm_start(group: *const CGroup, call: *const CCall,
         store(work, ptr::null_mut(), "work")?;
         let (group, call) = (&reference(group, "group")?.0, sized(call, offset_of!(CCall, done), "call")?);
         let callback = call.done.map(|done| Callback { done, context: call.context });
-        let then = callback.map(|callback| -> OnComplete { Box::new(move |result| callback.call(&result)) });
+        let mut then = callback.map(|callback| -> OnComplete { Box::new(move |result| callback.call(&result)) });
         let ranks = group.call_config().ranks;
         if let Some(allocate) = call.allocate {
             let (ragged, options) = call.ragged(allocate, ranks)?;
             let handle = collectives::start_ragged(group, ragged, options, then)?;
+            return store(work, Box::into_raw(Box::new(CWork::Call(handle))), "work");
+        }
+        if call.flags & ON_WAIT != 0
+            && call.is_plain()
+            && let Some(handle) = call.try_start_small(group, &mut then)
+        {
             return store(work, Box::into_raw(Box::new(CWork::Call(handle))), "work");
         }
         let request = call.request()?;
@@ -265,8 +305,9 @@ pub unsafe extern "C" fn dl_comm_run(group: *const CGroup, call: *const CCall) -
             let (ragged, options) = call.ragged(allocate, group.call_config().ranks)?;
             return collectives::run_ragged(group, ragged, options);
         }
-        let is_plain = call.send_counts.is_null() && call.receive_counts.is_null() && to_device(call.device).is_none();
-        if is_plain && let Some(result) = call.try_small(group) {
+        if call.is_plain()
+            && let Some(result) = call.try_small(group)
+        {
             return result;
         }
         let request = call.request()?;

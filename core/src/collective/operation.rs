@@ -75,7 +75,12 @@ pub struct Op {
 
 impl PartialEq for Op {
     fn eq(&self, other: &Op) -> bool {
-        std::ptr::eq(self.collective, other.collective) && self.reduce == other.reduce && self.root == other.root
+        // 0.0 and -0.0 are equal as numbers, and give other bits as factors.
+        let bits = |op: &Op| op.reduce.factors().map(|(pre, post)| (pre.to_bits(), post.to_bits()));
+        std::ptr::eq(self.collective, other.collective)
+            && self.reduce == other.reduce
+            && self.root == other.root
+            && bits(self) == bits(other)
     }
 }
 

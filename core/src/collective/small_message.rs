@@ -28,13 +28,13 @@ impl Channel {
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
         self.copy_in(call, 0, 0..0, seq);
         timer.end(Activity::Copy);
-        let posted = self.post(call, seq);
+        let posted = self.post(call, seq, u32::MAX);
         self.finish_posted(call, posted, wait_ctx)
     }
 
-    /// Starts a small call ([`Call::is_small`]) without blocking. `None`, without effect, if some rank has not finished
-    /// the previous call, or if the call takes its second path.
-    pub fn try_post(&mut self, call: &Call, plan: &SmallPlan) -> Option<PostedCall> {
+    /// Starts a small call ([`Call::is_small`]) without blocking; spins at most `spins` times for the other ranks.
+    /// `None`, without effect, if some rank has not finished the previous call, or if the call takes its second path.
+    pub fn try_post(&mut self, call: &Call, plan: &SmallPlan, spins: u32) -> Option<PostedCall> {
         self.refresh();
         let kind = self.kind(call, call.layout.total());
         if kind.is_some_and(|kind| self.path(call, kind) == CallPath::Second) {
@@ -44,15 +44,15 @@ impl Channel {
         self.start_timer(call, call.layout.total(), kind);
         // SAFETY: this rank owns its slot of the round; the plan is that of a call like this one.
         unsafe { plan.pack(call, self.shm.small_slots(seq)) };
-        Some(self.post(call, seq))
+        Some(self.post(call, seq, spins))
     }
 
     /// Posts this rank's slot to the other ranks.
     #[inline]
-    fn post(&mut self, call: &Call, seq: u32) -> PostedCall {
+    fn post(&mut self, call: &Call, seq: u32, spins: u32) -> PostedCall {
         self.post_path_note(seq);
         self.shm.post_signature(seq, call.signature, SlotContent::Data);
-        PostedCall { seq, all_posted: self.shm.post_and_spin(seq) }
+        PostedCall { seq, all_posted: self.shm.post_and_spin(seq, spins) }
     }
 
     /// Completes a posted call once all ranks have posted; false, with nothing written, if the calls differ.

@@ -35,13 +35,22 @@ struct ExecutorState {
     worker: Worker,
     /// The threads of the other channels.
     helpers: Vec<GroupThread<Arc<Work>>>,
-    /// A call that its caller could not run, because the ranks' calls differ. It precedes all others.
-    handed_back: Option<Arc<Work>>,
+    /// A call that precedes all others.
+    held: Option<Held>,
     unfinished: UnfinishedCalls,
     cached_calls: CachedCalls,
     /// For calls on device memory; created by the first.
     device: Option<DeviceExecutor>,
     closed: bool,
+}
+
+/// A call that the executor holds.
+enum Held {
+    /// Its caller could not run it, because the ranks' calls differ.
+    HandedBack(Arc<Work>),
+    /// A small one that was started: this rank has posted its input. Who waits for it first completes it, else the lead
+    /// thread before its next call.
+    Posted(Arc<Work>, PostedCall),
 }
 
 /// The executor, held by a caller.
@@ -59,7 +68,7 @@ impl Executor {
         let state = ExecutorState {
             worker,
             helpers,
-            handed_back: None,
+            held: None,
             unfinished: UnfinishedCalls::default(),
             cached_calls: CachedCalls::default(),
             device: None,
@@ -73,16 +82,33 @@ impl Executor {
         if self.queued.load(Ordering::Acquire) > 0 {
             return None;
         }
-        let state = match self.state.try_lock() {
-            Ok(state) => state,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
-        if state.closed {
-            return None;
-        }
+        let state = self.try_lock().filter(|state| !state.closed)?;
         state.worker.channel.set_waiter(Waiter::Caller);
         Some(ExecutorGuard { executor: self, state })
+    }
+
+    fn try_lock(&self) -> Option<MutexGuard<'_, ExecutorState>> {
+        match self.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Completes `work` on this thread if the executor holds it, posted. Returns whether the lead thread must go on with
+    /// it.
+    pub fn run_posted(&self, work: &Arc<Work>) -> bool {
+        // A thread that has the executor completes it, or leaves it to the lead thread.
+        let Some(mut state) = self.try_lock() else { return false };
+        let Some(posted) = state.take_posted(work) else { return false };
+        self.queued.fetch_sub(1, Ordering::Release);
+        state.worker.channel.set_waiter(Waiter::Caller);
+        !ExecutorGuard { executor: self, state }.run(work, Some(posted))
+    }
+
+    /// Whether the executor holds a call that it has posted; `work`, if given.
+    pub fn holds_posted(&self, work: Option<&Arc<Work>>) -> bool {
+        matches!(&self.lock().held, Some(Held::Posted(held, _)) if work.is_none_or(|work| Arc::ptr_eq(held, work)))
     }
 
     /// Counts a call that is about to be queued.
@@ -128,10 +154,10 @@ impl Executor {
         let mut state = self.lock();
         state.closed = true;
         let helpers = mem::take(&mut state.helpers);
-        let (handed_back, ended) = (state.handed_back.take(), state.worker.shared.ended());
+        let (held, ended) = (state.held.take(), state.worker.shared.ended());
         drop(state);
         helpers.iter().for_each(GroupThread::close);
-        if let Some(work) = handed_back {
+        if let Some(Held::HandedBack(work) | Held::Posted(work, _)) = held {
             work.finish(Err(ended));
         }
     }
@@ -158,6 +184,7 @@ impl ExecutorGuard<'_> {
         words: Option<CallWords<'_>>,
         input: impl FnOnce() -> Option<SmallCallInput<'v>>,
         since: Option<Instant>,
+        spins: u32,
     ) -> Option<Result<Option<SmallCallRemainder>>> {
         let ExecutorState { worker, cached_calls, unfinished, .. } = &mut *self.state;
         if !unfinished.allow_any() {
@@ -165,7 +192,7 @@ impl ExecutorGuard<'_> {
         }
         let Worker { shared, channel, .. } = worker;
         let started = guard(|| {
-            Ok(cached_calls.start(channel, words, input).map(|started| match started {
+            Ok(cached_calls.start(channel, words, input, spins).map(|started| match started {
                 SmallCall::Done(stats) => {
                     shared.recorder.count_small(stats, shared.next_match_index(), since);
                     None
@@ -177,6 +204,14 @@ impl ExecutorGuard<'_> {
             shared.fail(error);
         }
         started.transpose()
+    }
+
+    /// Leaves a call that was posted in the executor.
+    pub fn hold(mut self, work: &Arc<Work>, posted: PostedCall) {
+        // It needs this rank no more, however long nobody waits for it.
+        work.record.start(true);
+        self.state.held = Some(Held::Posted(Arc::clone(work), posted));
+        self.executor.enqueue();
     }
 
     /// Runs `work` on this thread, starting after `posted`, if given. Returns false if it left the call in the
@@ -193,12 +228,7 @@ impl ExecutorGuard<'_> {
         let state = &mut *self.state;
         let first = match posted {
             None => state.run_first_chunk(work, true),
-            Some(posted) => {
-                work.record.start(true);
-                state
-                    .worker
-                    .run_checked(work, |channel, work, wait_ctx| channel.finish_posted(&work.call, posted, wait_ctx))
-            }
+            Some(posted) => state.finish_posted(work, posted),
         };
         let rest = || {
             state.cache_call(work);
@@ -211,7 +241,7 @@ impl ExecutorGuard<'_> {
                 (Arc::clone(work), Err(error))
             }),
             Ok(false) => {
-                self.state.handed_back = Some(Arc::clone(work));
+                self.state.held = Some(Held::HandedBack(Arc::clone(work)));
                 self.executor.enqueue();
                 return false;
             }
@@ -228,9 +258,22 @@ impl ExecutorState {
     /// `finish`.
     fn run_next(&mut self, queue: &mut Queue<'_>, finish: Finish<'_>) -> Option<(Arc<Work>, Result<()>)> {
         self.worker.channel.set_waiter(Waiter::Thread);
-        if let Some(work) = self.handed_back.take() {
-            queue.calls.push_front(work);
-            return self.reconcile(queue, finish);
+        match self.held.take() {
+            None => {}
+            Some(Held::HandedBack(work)) => {
+                queue.calls.push_front(work);
+                return self.reconcile(queue, finish);
+            }
+            Some(Held::Posted(work, posted)) => {
+                return match self.finish_posted(&work, posted) {
+                    Ok(true) => Some(self.run_matched(&work)),
+                    Ok(false) => {
+                        queue.calls.push_front(work);
+                        self.reconcile(queue, finish)
+                    }
+                    Err(error) => Some((work, Err(error))),
+                };
+            }
         }
         // The queue item may already have been handled.
         let joins_stalled = mem::take(&mut queue.joins_stalled);
@@ -258,6 +301,7 @@ impl ExecutorState {
         }
         match self.run_first_chunk(&work, queue.idle) {
             Ok(true) => {
+                self.cache_call(&work);
                 let ended = self.run_matched(&work);
                 queue.pop();
                 Some(ended)
@@ -268,6 +312,23 @@ impl ExecutorState {
                 Some((work, Err(error)))
             }
         }
+    }
+
+    /// The posted input of `work`, if the executor holds it.
+    fn take_posted(&mut self, work: &Arc<Work>) -> Option<PostedCall> {
+        match self.held.take() {
+            Some(Held::Posted(held, posted)) if Arc::ptr_eq(&held, work) => Some(posted),
+            other => {
+                self.held = other;
+                None
+            }
+        }
+    }
+
+    /// Completes a small call that this rank has posted; false if the ranks' calls differ.
+    fn finish_posted(&mut self, work: &Arc<Work>, posted: PostedCall) -> Result<bool> {
+        work.record.start(true);
+        self.worker.run_checked(work, |channel, work, wait_ctx| channel.finish_posted(&work.call, posted, wait_ctx))
     }
 
     /// Waits until the calls before `work` allow it to start; returns it, or what replaces it.

@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
+use super::held::HeldCall;
 use super::work::{OnComplete, SIGNAL_POLL};
 use crate::error::{Error, Result, guard};
 use crate::lock::lock;
@@ -58,7 +59,11 @@ impl Drop for Running {
 
 /// A handle on a submitted call. Dropping it does not affect the call.
 #[derive(Clone, Default)]
-pub struct CallHandle(Arc<CallState>);
+pub struct CallHandle {
+    state: Arc<CallState>,
+    /// Of a call that whoever waits completes.
+    held: Option<Arc<HeldCall>>,
+}
 
 impl CallHandle {
     /// A handle, and the callback that ends the call. `then` gets the result on the thread that completes the call. Other
@@ -66,7 +71,7 @@ impl CallHandle {
     /// calls.
     pub fn new(then: Option<OnComplete>) -> (CallHandle, OnComplete) {
         let handle = CallHandle::default();
-        let running = Running(Arc::clone(&handle.0));
+        let running = Running(Arc::clone(&handle.state));
         let done = move |result: Result<()>| {
             let state = &running.0;
             let Some(then) = then else { return state.end(result) };
@@ -83,9 +88,15 @@ impl CallHandle {
         (handle, Box::new(done))
     }
 
+    /// This handle, of a call that whoever waits completes.
+    pub(super) fn of_held(self, held: HeldCall) -> CallHandle {
+        CallHandle { held: Some(Arc::new(held)), ..self }
+    }
+
     /// The result, if the call has ended. Does not block.
     pub fn test(&self) -> Option<Result<()>> {
-        lock(&self.0.progress).result().cloned()
+        self.held.iter().for_each(|held| held.hand_over());
+        lock(&self.state.progress).result().cloned()
     }
 
     /// Waits for the result. The call goes on if `timeout` passes first; `None` waits until the call ends, which its own
@@ -95,7 +106,13 @@ impl CallHandle {
     /// The error of the call; [`Error::Timeout`] if `timeout` has passed.
     pub fn wait(&self, timeout: Option<Duration>, interrupt: impl Fn()) -> Result<()> {
         let since = Instant::now();
-        let mut progress = lock(&self.0.progress);
+        match (&self.held, timeout) {
+            (None, _) => {}
+            (Some(held), None) => held.complete(),
+            // To complete it may take longer.
+            (Some(held), Some(_)) => held.hand_over(),
+        }
+        let mut progress = lock(&self.state.progress);
         loop {
             if let Some(result) = progress.result() {
                 return result.clone();
@@ -105,12 +122,12 @@ impl CallHandle {
                 let seconds = timeout.unwrap_or_default().as_secs_f64();
                 return Err(Error::Timeout(format!("the call has not ended after {seconds:.1} s; it goes on")));
             }
-            let ended = &self.0.ended;
+            let ended = &self.state.ended;
             progress = ended.wait_timeout(progress, left.min(SIGNAL_POLL)).unwrap_or_else(PoisonError::into_inner).0;
             if progress.result().is_none() && signals::interrupted() {
                 drop(progress);
                 interrupt();
-                progress = lock(&self.0.progress);
+                progress = lock(&self.state.progress);
             }
         }
     }

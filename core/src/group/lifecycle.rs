@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use super::callers::{CallerThreads, is_group_thread};
 use super::executor::Executor;
 use super::group_copies::GroupCopies;
+use super::held::wake_lead;
 use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::reconcile::{EARLY_DIVISOR, MAX_BACKOFF};
 use super::state::{GroupState, OnFailure};
@@ -176,6 +177,9 @@ impl Drop for Group {
 }
 
 fn stop(shared: &GroupState, executor: &Executor) {
+    if executor.holds_posted(None) {
+        wake_lead(shared);
+    }
     shared.lead.get().into_iter().for_each(GroupThread::close);
     executor.close();
     shared.region.set_departed();

@@ -23,6 +23,7 @@ mod device;
 mod executor;
 mod group_copies;
 mod handle;
+mod held;
 mod join;
 mod join_state;
 mod lifecycle;

@@ -90,7 +90,7 @@ impl<'a> Queue<'a> {
         match item {
             QueueItem::Call(work) if work.ends_alone() => self.unmatched.push(work),
             QueueItem::Call(work) => self.calls.push_back(work),
-            QueueItem::HandedBack => {}
+            QueueItem::Held => {}
             QueueItem::JoinStalled => self.joins_stalled = true,
         }
         self.arrived = Instant::now();

@@ -233,8 +233,11 @@ impl Hasher for Signature {
 #[derive(Default)]
 pub(super) struct RecorderState {
     ring: VecDeque<Arc<Record>>,
-    /// Calls that were evicted from the ring before they ended.
+    /// Calls that were evicted from the ring before they ended; some have ended since.
     evicted_running: Vec<Arc<Record>>,
+    /// Calls since those that have ended were removed: as many as there are, so that a call costs the same however many
+    /// are in flight.
+    since_sweep: usize,
     summaries: HashMap<u64, Arc<CallSummary>, BuildHasherDefault<Signature>>,
     /// Statistics of small calls.
     small_calls: Vec<Arc<SmallCallStats>>,
@@ -245,11 +248,15 @@ pub(super) struct RecorderState {
 impl RecorderState {
     /// Makes room in the ring. Returns the evicted record if its call has ended.
     fn evict(&mut self) -> Option<Arc<Record>> {
-        let RecorderState { evicted_running, totals, .. } = self;
-        evicted_running.retain(|record| {
-            totals.add(record);
-            record.ended().is_none()
-        });
+        let RecorderState { evicted_running, totals, since_sweep, .. } = self;
+        *since_sweep += 1;
+        if *since_sweep >= evicted_running.len() {
+            *since_sweep = 0;
+            evicted_running.retain(|record| {
+                totals.add(record);
+                record.ended().is_none()
+            });
+        }
         if self.ring.len() < RING_CALLS {
             return None;
         }
@@ -396,7 +403,8 @@ impl Recorder {
     /// The last calls, oldest first; of small calls that completed inline, the last of each signature.
     pub fn last(&self, team: i32) -> Vec<Arc<Record>> {
         let recorder = self.lock();
-        let mut last: Vec<Arc<Record>> = recorder.evicted_running.iter().chain(&recorder.ring).cloned().collect();
+        let running = recorder.evicted_running.iter().filter(|record| record.ended().is_none());
+        let mut last: Vec<Arc<Record>> = running.chain(&recorder.ring).cloned().collect();
         let used = recorder.small_calls.iter().filter(|stats| stats.calls.load(Ordering::Relaxed) > 0);
         last.extend(used.map(|stats| Arc::new(Record::of_small(team, stats, self.since.0))));
         last.sort_by_key(|record| record.number);
@@ -445,6 +453,22 @@ mod tests {
         assert!(last.windows(2).all(|pair| Arc::ptr_eq(&pair[0].summary, &pair[1].summary)), "words are made once");
         let totals = recorder.totals();
         assert_eq!((totals.calls, totals.failed, totals.bytes), (266, 1, 266 * 64));
+    }
+
+    #[test]
+    fn calls_in_flight_are_kept_until_they_end() {
+        let recorder = Recorder::default();
+        let mut data = [0f32; 16];
+        let open = |data: &mut [f32]| recorder.open(&call(data, "a"), Deadline::default(), None);
+        let running: Vec<_> = (0..5 * RING_CALLS).map(|_| open(&mut data)).collect();
+        assert_eq!((recorder.pending().len(), recorder.totals().calls), (running.len(), 0));
+        running.iter().for_each(|record| recorder.close(record, &Ok(())));
+        assert_eq!((recorder.pending().len(), recorder.last(0).len()), (0, RING_CALLS));
+        for more in 0..5 * RING_CALLS as u64 {
+            assert_eq!(recorder.totals().calls, running.len() as u64 + more);
+            recorder.close(&open(&mut data), &Ok(()));
+        }
+        assert!(recorder.lock().evicted_running.is_empty());
     }
 
     #[test]

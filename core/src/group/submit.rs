@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::executor::{Executor, ExecutorGuard};
+use super::handle::CallHandle;
+use super::held::{HeldCall, wake_lead};
 use super::messenger::Messenger;
 use super::small_calls::{self, CallWords, SmallCallInput};
 use super::state::GroupState;
@@ -35,9 +37,22 @@ pub struct Group {
     pub(super) ragged_calls: AtomicU64,
 }
 
+/// How often a started small call looks for the other ranks: about as long as its bookkeeping takes if it must go on.
+const START_SPINS: u32 = 16;
+
 /// A submitted call: in the queue, or with the executor that its caller holds. Pass it to [`Group::run`].
 #[must_use]
 pub(crate) struct Submitted<'a>(Option<(ExecutorGuard<'a>, Arc<Work>)>);
+
+/// `input`, unless its call ends alone ([`Work::ends_alone`]).
+#[inline]
+fn without_own_end<'v>(
+    input: impl FnOnce() -> Option<SmallCallInput<'v>>,
+    timeout: Timeout,
+) -> impl FnOnce() -> Option<SmallCallInput<'v>> {
+    let ends_alone = matches!(timeout, Timeout::Override(Some(_)));
+    move || input().filter(|input| !(input.by_name && ends_alone))
+}
 
 impl Group {
     /// The number of this rank.
@@ -80,15 +95,9 @@ impl Group {
         input: impl FnOnce() -> Option<SmallCallInput<'v>>,
         timeout: Timeout,
     ) -> Option<(Result<()>, Option<Duration>)> {
-        if timeline::is_on() || self.shared.has_failed() || signals::checking() {
-            return None;
-        }
-        self.shared.callers.record(true);
-        let ends_alone = matches!(timeout, Timeout::Override(Some(_)));
-        let input = || input().filter(|input| !(input.by_name && ends_alone));
-        let mut guard = self.executor.try_acquire()?;
+        let mut guard = self.acquire_for_small(true)?;
         let since = small_calls::is_sampled(self.shared.matched()).then(Instant::now);
-        let (call, posted) = match guard.start_small(words, input, since)? {
+        let (call, posted) = match guard.start_small(words, without_own_end(input, timeout), since, u32::MAX)? {
             Ok(None) => return Some((Ok(()), None)),
             Ok(Some(remainder)) => remainder,
             Err(error) => return Some((Err(error), None)),
@@ -102,6 +111,44 @@ impl Group {
             },
         );
         Some((result, Some(since.elapsed())))
+    }
+
+    /// As [`Group::try_small`], but starts the call: it only waits for other ranks when its caller waits for the handle.
+    /// Takes `then`, for [`CallHandle::new`], unless it has no effect.
+    ///
+    /// # Safety
+    /// The memory of the tensors is valid and not used otherwise until the call has ended.
+    pub unsafe fn try_start_small<'v>(
+        &self,
+        words: Option<CallWords<'_>>,
+        input: impl FnOnce() -> Option<SmallCallInput<'v>>,
+        timeout: Timeout,
+        then: &mut Option<OnComplete>,
+    ) -> Option<CallHandle> {
+        let mut guard = self.acquire_for_small(false)?;
+        let started = guard.start_small(words, without_own_end(input, timeout), None, START_SPINS)?;
+        let (handle, done) = CallHandle::new(then.take());
+        let (call, posted) = match started {
+            Ok(Some(remainder)) => remainder,
+            ended => {
+                drop(guard);
+                done(ended.map(|_none| ()));
+                return Some(handle);
+            }
+        };
+        let work = self.work(*call, Role::Own, false, timeout, done);
+        guard.hold(&work, posted);
+        Some(handle.of_held(HeldCall::new(&self.shared, &self.executor, work)))
+    }
+
+    /// The executor for a small call, if that may take the fast path. `blocks`: its caller waits for it.
+    #[inline]
+    fn acquire_for_small(&self, blocks: bool) -> Option<ExecutorGuard<'_>> {
+        if timeline::is_on() || self.shared.has_failed() || signals::checking() {
+            return None;
+        }
+        self.shared.callers.record(blocks);
+        self.executor.try_acquire()
     }
 
     /// Seconds that callers have waited in small allreduces that completed inline.
@@ -169,8 +216,7 @@ impl Group {
 
     fn run_here(&self, guard: ExecutorGuard<'_>, work: &Arc<Work>, posted: Option<PostedCall>) {
         if !guard.run(work, posted) {
-            // Without a queue the group is closing, and checks the executor once more.
-            let _none = self.shared.send(QueueItem::HandedBack);
+            wake_lead(&self.shared);
         }
     }
 

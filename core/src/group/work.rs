@@ -316,7 +316,7 @@ pub(super) enum QueueItem {
     /// A call.
     Call(Arc<Work>),
     /// A call was left in the executor.
-    HandedBack,
+    Held,
     /// Other ranks are stalled in a round for which this rank has no call.
     JoinStalled,
 }

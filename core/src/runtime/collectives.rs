@@ -182,6 +182,24 @@ pub unsafe fn try_small<'v>(
     unsafe { group.try_small(words, input, timeout) }.map(|(result, _)| result)
 }
 
+/// Starts a call by the fast path, as [`Group::try_start_small`]. `None`: no effect.
+///
+/// # Safety
+/// As there.
+pub unsafe fn try_start_small<'v>(
+    group: &Group,
+    words: Option<CallWords<'_>>,
+    input: impl FnOnce() -> Option<SmallCallInput<'v>>,
+    timeout: Timeout,
+    then: &mut Option<OnComplete>,
+) -> Option<CallHandle> {
+    if check_fork().is_err() {
+        return None;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { group.try_start_small(words, input, timeout, then) }
+}
+
 /// Runs a call to its end, by the fast path if it is `small`. Otherwise `options` makes its options.
 ///
 /// # Errors

@@ -400,15 +400,18 @@ impl ShmChannel {
     }
 
     /// In a round of a small call: raises this rank's `Packed`, spins until all ranks of the host have raised theirs or
-    /// the spins are used up, then wakes sleepers. Returns whether all ranks have raised the flag. The start of a slot comes
+    /// the spins, at most `spins`, are used up, then wakes sleepers. Returns whether all ranks have raised the flag. The start of a slot comes
     /// with the flag of its rank: in two steps it took 0.05 of 0.6 µs between processors that share no cache.
-    pub fn post_and_spin(&self, step: u32) -> bool {
+    pub fn post_and_spin(&self, step: u32, spins: u32) -> bool {
         let own_flag = self.flag(self.region.me, Phase::Packed);
         own_flag.raise_no_wake(step);
         let slots = self.small_slots(step);
+        let spins = self.spins.get(self.waiter.get()).min(spins);
         let spin = |rank| {
             let flag = self.flag(rank, Phase::Packed);
-            self.spin(flag, step, || slots.get(rank).copied().into_iter().for_each(prefetch))
+            flag.spin(step, spins, self.spins.yield_interval(), || {
+                slots.get(rank).copied().into_iter().for_each(prefetch);
+            })
         };
         let all = (0..self.region.layout.ranks).all(spin);
         own_flag.wake_sleepers();

@@ -1,0 +1,192 @@
+//! Small calls that are started, on ranks that are threads: whoever waits completes them, else the group's thread.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod common;
+
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use common::{Rank, World, groups, tensor};
+use dl_comm_core::buffer::{Buffer, View};
+use dl_comm_core::collective::Op;
+use dl_comm_core::dtype::DType;
+use dl_comm_core::error::{Error, Result};
+use dl_comm_core::group::{CallHandle, CallOptions, Group, SmallCallInput, Timeout, wait_for_result};
+use proptest::prelude::*;
+
+/// Starts an allreduce in place, by the fast path if there is a call like it.
+fn start(group: &Group, data: &mut [f32]) -> CallHandle {
+    let view = View { buffer: Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32), shape: &[] };
+    let views = [view];
+    let input = || Some(SmallCallInput { op: Op::MEAN, name: "", by_name: false, views: &views });
+    // SAFETY: the caller keeps the data until it has waited.
+    let held = unsafe { group.try_start_small(None, input, Timeout::GroupDefault, &mut None) };
+    held.unwrap_or_else(|| {
+        let (handle, done) = CallHandle::new(None);
+        // SAFETY: as above.
+        unsafe { group.submit(Op::MEAN, vec![vec![tensor(data)]], CallOptions::default(), done) };
+        handle
+    })
+}
+
+fn run(group: &Group, data: &mut [f32]) -> Result<()> {
+    let options = CallOptions { caller_blocks: true, ..CallOptions::default() };
+    // SAFETY: it waits.
+    wait_for_result(|| {}, |done| unsafe { group.submit(Op::MEAN, vec![vec![tensor(data)]], options, done) })
+}
+
+/// Has the calls of `len` elements and one element more cached.
+fn warm_up(rank: &Rank, len: usize) -> &Group {
+    let group = rank.team.group();
+    for len in [len, len + 1] {
+        run(group, &mut vec![0.0; len]).unwrap();
+    }
+    group
+}
+
+/// What a rank does with a call.
+#[derive(Debug, Clone, Copy)]
+enum Use {
+    Run,
+    Wait,
+    Test,
+    WaitWithLimit,
+    Drop,
+    /// Waits for it after the next call.
+    Later,
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+    /// Every mixture of uses on the ranks gives the means, in the order of the calls.
+    #[test]
+    fn every_mixture_of_uses_gives_the_means(
+        uses in prop::collection::vec(prop::collection::vec(prop::sample::select(vec![
+            Use::Run, Use::Wait, Use::Test, Use::WaitWithLimit, Use::Drop, Use::Later,
+        ]), 12), 3),
+        ranks in 1..=3usize,
+    ) {
+        World::new(&[ranks]).run(|rank| {
+            let group = warm_up(rank, 5);
+            let mut data: Vec<Vec<f32>> = (0..12).map(|call| vec![(rank.rank * 12 + call) as f32; 5 + call % 2]).collect();
+            let mut later = Vec::new();
+            for (data, &how) in data.iter_mut().zip(&uses[rank.rank]) {
+                if let Use::Run = how {
+                    run(group, data).unwrap();
+                    continue;
+                }
+                let handle = start(group, data);
+                match how {
+                    Use::Run => {}
+                    Use::Wait => handle.wait(None, || {}).unwrap(),
+                    Use::Test => while handle.test().is_none() { sleep(Duration::from_micros(50)) },
+                    Use::WaitWithLimit => handle.wait(Some(Duration::from_secs(50)), || {}).unwrap(),
+                    Use::Drop => drop(handle),
+                    Use::Later => later.push(handle),
+                }
+            }
+            later.into_iter().rev().for_each(|handle| handle.wait(None, || {}).unwrap());
+            // The dropped ones have ended before this.
+            run(group, &mut [0.0]).unwrap();
+            for (call, data) in data.iter().enumerate() {
+                let mean = (0..ranks).map(|rank| (rank * 12 + call) as f32).sum::<f32>() / ranks as f32;
+                assert!(data.iter().all(|&value| value == mean), "call {call}: {data:?}, not {mean}");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_never_waits_holds_up_nobody() {
+    World::new(&[2]).run(|rank| {
+        let group = warm_up(rank, 4);
+        let mut data = [rank.rank as f32; 4];
+        let handle = start(group, &mut data);
+        if rank.rank == 1 {
+            handle.wait(None, || {}).unwrap();
+            assert_eq!(data, [0.5; 4]);
+            return;
+        }
+        // Longer than the other rank would wait.
+        sleep(Duration::from_millis(300));
+        handle.wait(None, || {}).unwrap();
+        assert_eq!(data, [0.5; 4]);
+    });
+}
+
+#[test]
+fn what_nobody_waits_for_is_completed_when_the_group_stops() {
+    let mut data = vec![[0f32, 0.0], [1.0, 1.0]];
+    let places: Vec<usize> = data.iter_mut().map(|data| data.as_mut_ptr().addr()).collect();
+    World::new(&[2]).run(|rank| {
+        let group = warm_up(rank, 2);
+        let pointer = std::ptr::with_exposed_provenance_mut::<f32>(places[rank.rank]);
+        // SAFETY: each rank has its own, and the group stops before they go.
+        let handle = start(group, unsafe { std::slice::from_raw_parts_mut(pointer, 2) });
+        group.stop();
+        assert_eq!(handle.test(), Some(Ok(())));
+    });
+    assert_eq!(data, [[0.5; 2]; 2]);
+}
+
+#[test]
+fn calls_that_differ_are_named_and_later_calls_work() {
+    for waits in [true, false] {
+        World::new(&[3]).run(|rank| {
+            let group = warm_up(rank, 4);
+            let mut data = vec![rank.rank as f32; if rank.rank == 2 { 5 } else { 4 }];
+            let handle = start(group, &mut data);
+            let limit = (!waits).then_some(Duration::from_secs(30));
+            let Err(Error::Mismatch(text)) = handle.wait(limit, || {}) else { panic!("no mismatch") };
+            assert!(text.contains("float32[4]") && text.contains("float32[5]"), "{text}");
+            assert!(data.iter().all(|&value| value == rank.rank as f32));
+            let mut next = [rank.rank as f32; 4];
+            start(group, &mut next).wait(None, || {}).unwrap();
+            assert_eq!(next, [1.0; 4]);
+        });
+    }
+}
+
+/// Rank 0 is in a call of another group, which rank 1 would make only after the one that matches none has ended. Only the
+/// decision on that one ends both.
+#[test]
+fn a_rank_in_another_group_takes_part_in_the_decision() {
+    let groups = groups(&[0, 0], &[vec![0, 1], vec![0, 1]], Duration::from_secs(30));
+    std::thread::scope(|scope| {
+        for (rank, groups) in groups.iter().enumerate() {
+            scope.spawn(move || {
+                let [first, second] = [0, 1].map(|index| groups[index].as_ref().unwrap());
+                for group in [first, second] {
+                    run(group, &mut [0.0; 4]).unwrap();
+                    run(group, &mut [0.0; 5]).unwrap();
+                }
+                let mut data = vec![1.0; 4 + rank];
+                let since = Instant::now();
+                let handle = start(first, &mut data);
+                if rank == 0 {
+                    assert!(matches!(run(second, &mut [0.0; 4]), Err(Error::Mismatch(_))));
+                }
+                assert!(matches!(handle.wait(None, || {}), Err(Error::Mismatch(_))));
+                assert!(since.elapsed() < Duration::from_secs(20), "the deadline ended it");
+            });
+        }
+    });
+}
+
+#[test]
+fn hundreds_of_kinds_are_cached_and_replaced() {
+    World::new(&[2]).run(|rank| {
+        let group = rank.team.group();
+        for round in 0..3 {
+            for len in (1..=300).chain((1..=40).rev()) {
+                let mut data = vec![(rank.rank + round) as f32; len];
+                if (len + round) % 2 == 0 {
+                    start(group, &mut data).wait(None, || {}).unwrap();
+                } else {
+                    run(group, &mut data).unwrap();
+                }
+                assert!(data.iter().all(|&value| value == 0.5 + round as f32), "{len}: {data:?}");
+            }
+        }
+    });
+}
