@@ -50,6 +50,21 @@ def _core() -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(dl_comm.__file__).with_name("libdl_comm.so.0")))
 
 
+class DeviceGroup:
+    """A group of some ranks, made by them."""
+
+    def __init__(self, ranks: list[int], name: str) -> None:
+        """Make it; as ``dl_comm_group_create``."""
+        self.handle = ctypes.c_void_p()
+        members = (ctypes.c_int * len(ranks))(*ranks)
+        status = _core().dl_comm_group_create(members, len(ranks), name.encode(), ctypes.byref(self.handle))
+        assert status == 0, status
+
+    def free(self) -> None:
+        """End it."""
+        assert _core().dl_comm_group_free(self.handle) == 0
+
+
 class DeviceWork:
     """A started collective on the tensors of a GPU."""
 
@@ -67,12 +82,15 @@ class DeviceWork:
         blocks_host: bool = False,
         name: str = "",
         team: int = 0,
+        group: DeviceGroup | None = None,
+        timeout: float = 0,
     ) -> None:
-        """Start it on the group of a team.
+        """Start it on a group, or that of a team; as ``dl_comm_start``.
 
         ``lists``: addresses of source and destination, numbers of elements, types; ``device``: the GPU and the stream.
         """
-        self._core, self._work, group = _core(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._core, self._work = _core(), ctypes.c_void_p()
+        handle = ctypes.c_void_p() if group is None else group.handle
         buffers = (_Buffer * len(lists))(*(_Buffer(*each, 0, None) for each in lists))
         where, title = _Device(*device, int(blocks_host)), ctypes.create_string_buffer(name.encode())
         counts = [(ctypes.c_size_t * len(each))(*each) if each else None for each in (send_counts, receive_counts)]
@@ -80,14 +98,21 @@ class DeviceWork:
         call.buffers, call.device, call.name = map(ctypes.addressof, (buffers, where, title))
         call.send_counts, call.receive_counts = (None if each is None else ctypes.addressof(each) for each in counts)
         call.prescale, call.postscale = factors
-        assert self._core.dl_comm_team_group(team, ctypes.byref(group)) == 0
-        self.status = int(self._core.dl_comm_start(group, ctypes.byref(call), ctypes.byref(self._work)))
-        assert self._core.dl_comm_group_free(group) == 0
+        call.timeout = timeout
+        if group is None:
+            assert self._core.dl_comm_team_group(team, ctypes.byref(handle)) == 0
+        self.status = int(self._core.dl_comm_start(handle, ctypes.byref(call), ctypes.byref(self._work)))
+        if group is None:
+            assert self._core.dl_comm_group_free(handle) == 0
+
+    def ended(self) -> int:
+        """Wait for its end, and return the status of the C API; to be waited for again."""
+        return self.status or int(self._core.dl_comm_wait(self._work, ctypes.c_double(-1)))
 
     def wait(self) -> int:
         """Wait for its end, and return the status of the C API."""
         if self.status == 0:
-            self.status = int(self._core.dl_comm_wait(self._work, ctypes.c_double(-1)))
+            self.status = self.ended()
             assert self._core.dl_comm_work_free(self._work) == 0
         return self.status
 

@@ -151,6 +151,10 @@ Outcome Work::wait() {
   const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - since;
   if (wait_time_team_ >= 0) add_waited(wait_time_team_, waited.count());
   if (code_ != 0) throw Error(code_, message_);
+  if (device_stream_.device >= 0) {
+    rust::String lost;
+    if (const int32_t code = lost_call(lost); code != 0) throw Error(code, std::string(lost));
+  }
   // The call's stream is ordered after the result; the current stream may be another one.
   if (device_stream_.device >= 0) {
     try {

@@ -75,7 +75,7 @@ class Work {
   bool wait_for(double seconds);
 
   // Blocks until the call completes. On a GPU: until torch's current stream is ordered after the result.
-  // Throws the call's Error if it failed.
+  // Throws the call's Error if it failed; on a GPU, also that of a call that was lost after its end.
   Outcome wait();
 
  private:

@@ -61,8 +61,13 @@ int dl_comm_init(void);
 /* Ends the job and destroys all teams. May be called twice. Collective: waits for the other ranks until the deadline of
  * DL_COMM_TIMEOUT_S. After that the process exits with a status other than 0. Else the ranks may start again, by the
  * same launcher with the same numbers. MPI, if dl_comm initialized it, ends when the process exits, which waits until
- * the other ranks exit. */
+ * the other ranks exit. Returns the error of a call that was lost on a GPU after it had succeeded, unless a call has
+ * returned an error since; the job has ended then too, and the process exits with a status other than 0. */
 int dl_comm_finalize(void);
+
+/* Waits until the GPU has ended all calls that have succeeded; their deadlines bound that. Returns the error of such a
+ * call that was lost on the GPU in this job: its results are not valid. Not collective. */
+int dl_comm_synchronize(void);
 
 /* Creates team `teamID` (from 0) with `nthreads_in_team` threads (at least 1). A call uses at most as many as there are
  * processors for each rank. `prec_level` 0 accumulates float16, bfloat16 and float32 tensors in float32, 1 in float64.

@@ -91,6 +91,11 @@ impl DType {
     pub fn is_float(self) -> bool {
         matches!(self, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
     }
+
+    /// Whether an element can be NaN: floating point and complex numbers. All bits are set in one of its NaNs.
+    pub fn has_nan(self) -> bool {
+        self.is_float() || matches!(self, DType::Complex64 | DType::Complex128)
+    }
 }
 
 #[cold]

@@ -165,6 +165,9 @@ mod bridge {
         /// Adds the seconds that a caller has waited for a call without `count_wait`.
         fn add_waited(team: i32, seconds: f64);
 
+        /// The code and text of a call that was lost on a GPU after it had ended, once; 0 if there is none.
+        fn lost_call(message: &mut String) -> i32;
+
         /// While it lives, this thread counts as waiting for a call that it has started. For long waits: deadlock
         /// detection needs the waiting threads.
         type LongWait;
@@ -348,6 +351,7 @@ unsafe fn average(
                 device: device(call.device, call.stream, call.block_host),
                 counts: Counts::Even,
                 by_name: false,
+                ..CallOptions::default()
             },
             done: on_result(completion),
             results: (!results.is_null()).then(|| Arc::new(OpLibraryResults(results)) as Arc<dyn ResultBuffer>),
@@ -379,6 +383,17 @@ fn discard_carried(team: i32, owner: u64) {
     });
 }
 
+fn lost_call(message: &mut String) -> i32 {
+    let lost = guard(crate::group::check_lost_calls);
+    lost.map_or_else(
+        |error| {
+            *message = error.to_string();
+            error.code()
+        },
+        |()| 0,
+    )
+}
+
 fn add_waited(team: i32, seconds: f64) {
     // An ended team does not count any more.
     let _counted = guard(|| runtime::add_waited(team, seconds));
@@ -406,6 +421,7 @@ unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64]
             device: device(call.device, call.stream, call.block_host),
             counts: Counts::Even,
             by_name: false,
+            ..CallOptions::default()
         };
         let done = Box::new(move |result: Result<()>| guard.finish(result.map(|()| SharedPtr::null())));
         // SAFETY: the caller's promise.
@@ -471,6 +487,7 @@ unsafe fn start_collective(
             timeout,
             device,
             counts,
+            ..CallOptions::default()
         };
         if waits_here {
             // SAFETY: the caller's promise.

@@ -31,6 +31,7 @@ pub mod device;
 pub mod dtype;
 pub mod dump;
 pub mod error;
+mod exit_status;
 mod ffi;
 pub mod float_state;
 mod folder;

@@ -47,7 +47,7 @@ from dl_comm._split import split
 from dl_comm._stats_writer import StatsWriter
 from dl_comm._teams import set_timeout
 from dl_comm._types import Operator
-from dl_comm._work import Status, Work
+from dl_comm._work import Status, Work, synchronize
 
 if not TYPE_CHECKING:
     from dl_comm import run  # the package, which can be called
@@ -137,6 +137,7 @@ __all__ = [
     "size",
     "split",
     "stats",
+    "synchronize",
     "timeline",
     "topology",
     "training",

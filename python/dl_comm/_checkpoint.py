@@ -49,11 +49,15 @@ def write_on_rank0(path: Location, write: Callable[[Path], Any], *, group: Group
 
     Raises:
         CommError: On other ranks, when rank 0 failed; rank 0 raises its own exception. An existing file stays.
-        TimeoutError: Writing took longer than ``DL_COMM_TIMEOUT_S``.
+        TimeoutError: Writing took longer than ``DL_COMM_TIMEOUT_S``; or, as ``PeerLostError``, a call of this job was
+            lost on a GPU (see ``synchronize``), and nothing is written.
         StateError: ``init`` was not called, or ``finalize`` was.
     """
     group = unless_world(group)
     path = _checked(path, "write_on_rank0", group)
+    with failing_together("write_on_rank0", None if group is None else given(group)):
+        # What is written must not come from a call that a GPU has lost.
+        _dl_comm.synchronize()
 
     def replace() -> None:
         if path.exists() and not path.is_file() and not path.is_dir():

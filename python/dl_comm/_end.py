@@ -22,6 +22,9 @@ def finalize() -> None:
     when this rank exits. On a timeout, logs a line and changes the exit status from 0 to 1. Runs automatically when the
     interpreter exits, unless ``rc.exit_handler`` is False.
 
+    Raises the error of a call that was lost on a GPU (see ``synchronize``) if no call has raised since. The job has
+    ended then, too, and the exit status is not 0.
+
     Afterwards ``init`` starts a new job, also under mpiexec and srun: MPI, if dl_comm initialized it, ends when the
     process exits. A process that exits then waits until the others do. Groups and handles of the old job raise errors.
     """
@@ -40,9 +43,11 @@ def at_exit(pid: int) -> None:
     # A forked child must not finalize its parent's job.
     if os.getpid() != pid:
         return
-    if _rc.rc.exit_handler:
-        _end_job()
-    _dl_comm.end_log()
+    try:
+        if _rc.rc.exit_handler:
+            _end_job()
+    finally:
+        _dl_comm.end_log()
 
 
 def _end_job() -> None:

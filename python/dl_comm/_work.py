@@ -74,3 +74,22 @@ class Work(Generic[Result]):
 
     def __await__(self) -> Generator[Any, None, Result]:
         return asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()
+
+
+def synchronize() -> None:
+    """Waits until the GPU has ended all calls that this process has given it; their deadlines bound that.
+
+    A call on arrays in GPU memory returns before the GPU has run it. If a rank ends, or the deadline passes, meanwhile,
+    the call is *lost*: its outputs become NaN (integers: undefined), a line says so on standard error, and this
+    function, ``Work.wait``, ``write_on_rank0``, the next call and ``finalize`` raise. Not collective; any thread::
+
+        dl_comm.gradients([grads], out=[grads])
+        dl_comm.synchronize()  # grads holds the mean of all ranks
+        evaluate(grads)
+
+    Raises:
+        TimeoutError: A call of this job was lost because it missed its deadline.
+        PeerLostError: A call of this job was lost because a rank ended.
+        StateError: In a forked child.
+    """
+    _dl_comm.synchronize()

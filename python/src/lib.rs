@@ -180,6 +180,14 @@ fn finalize(py: Python<'_>) -> PyResult<i32> {
     done
 }
 
+/// Waits until the GPU has ended all calls that it was given.
+#[pyfunction]
+fn synchronize(py: Python<'_>) -> PyResult<()> {
+    // SAFETY: takes no arguments and may be called at any time.
+    call(py, || unsafe { api::ffi::dl_comm_synchronize() })?;
+    Ok(())
+}
+
 /// Whether dl_comm is initialized.
 #[pyfunction]
 fn is_initialized(py: Python<'_>) -> bool {
@@ -373,6 +381,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(store::init_store, module)?,
         wrap_pyfunction!(init_address, module)?,
         wrap_pyfunction!(finalize, module)?,
+        wrap_pyfunction!(synchronize, module)?,
         wrap_pyfunction!(abort, module)?,
         wrap_pyfunction!(rank, module)?,
         wrap_pyfunction!(size, module)?,

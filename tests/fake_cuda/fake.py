@@ -5,7 +5,8 @@ do so before it calls ``start``.
 
 Settings are numbers in the environment:
 
-- hardware: ``FAKE_CUDA_DEVICES`` (1), ``FAKE_CUDA_DRIVER`` (13000), ``FAKE_CUDA_CAPABILITY`` (91), ``FAKE_CUDA_MIG``
+- hardware: ``FAKE_CUDA_EXCLUSIVE`` (1: another process has the devices for itself), ``FAKE_CUDA_DEVICES`` (1),
+  ``FAKE_CUDA_DRIVER`` (13000), ``FAKE_CUDA_CAPABILITY`` (91), ``FAKE_CUDA_MIG``
   (number of devices that are slices of one GPU);
 - unsupported features, with 1: ``FAKE_CUDA_NO_IPC``, ``FAKE_CUDA_NO_MEMOPS`` (stream waits on memory values),
   ``FAKE_CUDA_NO_PEERS`` (memory of other devices); ``FAKE_CUDA_NCCL_FAILS`` is the rank that cannot start NCCL;
@@ -58,7 +59,7 @@ class Work(ctypes.Structure):
     _fields_ = [
         *((name, c_ulonglong) for name in ("lists", "stop")),
         *((name, c_uint) for name in ("items", "sources", "targets", "nitems", "nsources", "ntargets", "divisor")),
-        ("blocks", c_uint),
+        ("fills", c_uint),
         ("table", c_ulonglong * 448),
     ]
 
@@ -199,14 +200,20 @@ def launch(kernel: c_void_p, work: Work, on: c_void_p | None = None, grid: int =
 
 
 def average(
-    sources: list[int], targets: list[int], count: int, divisor: int, stop: int = 0, inside: bool = False
+    sources: list[int],
+    targets: list[int],
+    count: int,
+    divisor: int,
+    stop: int = 0,
+    inside: bool = False,
+    fills: bool = False,
 ) -> Work:
     """Kernel arguments that average one item. Its lists are in the parameters (``inside``), or in leaked memory."""
     lists = struct.pack("QII", 0, 0, count) + struct.pack(f"{len(sources) + len(targets)}Q", *sources, *targets)
     offsets = (0, 16, 16 + 8 * len(sources))
     table = (c_ulonglong * 448).from_buffer_copy(lists.ljust(448 * 8, b"\0") if inside else bytes(448 * 8))
     at = 0 if inside else upload(lists)
-    return Work(at, stop, *offsets, 1, len(sources), len(targets), divisor, 0, table)
+    return Work(at, stop, *offsets, 1, len(sources), len(targets), divisor, int(fills), table)
 
 
 def counters() -> list[int]:

@@ -14,11 +14,11 @@ struct KernelArgs {
   unsigned long long lists, stop;
   unsigned items, sources, targets;
   unsigned nitems, nsources, ntargets, divisor;
-  unsigned blocks;
+  unsigned fills;
   unsigned long long table[448];
 };
 
-// Maximum number of elements of an item.
+// Maximum number of elements of an item with sources.
 constexpr unsigned kMaxItemElements = 32768;
 // Bytes of all copies of the stop flag.
 constexpr std::size_t kStopBytes = 512 * 128;

@@ -13,19 +13,23 @@ class Check {
       : kernel_(kernel), work_(work), context_(context) {}
 
   std::vector<KeepAlive> run() {
-    if (work_.nsources == 0 || work_.divisor == 0) die("%s: no sources, or divided by 0", kernel_.name);
-    if (kernel_.name == std::string("copy_bytes") && work_.nsources != 1) die("copy_bytes: it copies one source");
+    if (work_.divisor == 0) die("%s: divided by 0", kernel_.name);
+    if (work_.nsources == 0 && (work_.fills == 0 || work_.stop == 0)) die("%s: no sources", kernel_.name);
+    if (kernel_.name == std::string("copy_bytes") && work_.nsources > 1) die("copy_bytes: it copies one source");
+    bool stopped = false;
     if (work_.stop != 0) {
       touch("the stop flag", work_.stop, kStopBytes, 4);
-      if (*reinterpret_cast<const volatile unsigned*>(host_of(work_.stop)) != 0) return std::move(held_);
+      stopped = *reinterpret_cast<const volatile unsigned*>(host_of(work_.stop)) != 0;
+      if (stopped && work_.fills == 0) return std::move(held_);
     }
     if (work_.nitems == 0) return std::move(held_);
     const auto* items =
         reinterpret_cast<const BlockRange*>(list("items", work_.items, sizeof(BlockRange) * work_.nitems));
     for (unsigned i = 0; i < work_.nitems; ++i) {
       const BlockRange item = items[i];
-      if (item.count > kMaxItemElements) die("%s: item %u has %u elements", kernel_.name, i, item.count);
-      elements("a source", work_.sources, work_.nsources, item, kernel_.size);
+      if (work_.nsources > 0 && item.count > kMaxItemElements)
+        die("%s: item %u has %u elements", kernel_.name, i, item.count);
+      if (!stopped) elements("a source", work_.sources, work_.nsources, item, kernel_.size);
       elements("a target", work_.targets, work_.ntargets, item, kernel_.target_size);
     }
     return std::move(held_);

@@ -187,7 +187,10 @@ def kernels() -> None:
 
 
 def stop() -> None:
-    """A kernel accesses no memory, not even freed memory, after its stop flag is set; the only block reads copy 0."""
+    """A kernel accesses no memory, not even freed memory, after its stop flag is set; the only block reads copy 0.
+
+    One that fills writes ones to its targets.
+    """
     start()
     word, source, target = pinned(512 * 128), upload(struct.pack("2f", 1, 3)), upload(struct.pack("2f", 7, 7))
     number, device = ctypes.c_uint.from_address(word), c_ulonglong()
@@ -199,6 +202,11 @@ def stop() -> None:
     number.value = 0
     ok(launch(function("average_f32"), average([source], [target], 2, 1, device.value)))
     assert struct.unpack("2f", download(target, 8)) == (1, 3)
+    for sources, flag, expected in (([], 0, (1, 3)), ([source], 1, None), ([], 1, None), ([4096], 1, None)):
+        number.value = flag
+        ok(cuda.cuMemcpyHtoD_v2(big(target), struct.pack("2f", 1, 3), c_size_t(8)))
+        ok(launch(function("copy_bytes"), average(sources, [target], 8, 1, device.value, fills=True)))
+        assert download(target, 8) == (b"\xff" * 8 if expected is None else struct.pack("2f", *expected))
 
 
 def count() -> None:

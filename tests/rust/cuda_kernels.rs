@@ -33,7 +33,7 @@ struct KernelArgs {
     nsources: u32,
     ntargets: u32,
     divisor: u32,
-    blocks: u32,
+    fills: u32,
     table: [u64; TABLE],
 }
 
@@ -129,11 +129,11 @@ fn items(pieces: &[Piece], cut: &Cut) -> Vec<BlockRange> {
 }
 
 fn launch(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut) {
-    launch_with(name, pieces, divisor, cut, 0);
+    launch_with(name, pieces, divisor, cut, (0, false));
 }
 
-/// `stop` is the address of a stop flag, or 0.
-fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, stop: u64) {
+/// `stop` is the address of a stop flag, or 0; `fills`: whether a stopped launch fills its targets.
+fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, (stop, fills): (u64, bool)) {
     let items = items(pieces, cut);
     let (nsources, ntargets) = (pieces[0].sources.len(), pieces[0].targets.len());
     let sources: Vec<u64> = pieces.iter().flat_map(|piece| piece.sources.iter().map(Buffer::address)).collect();
@@ -155,7 +155,7 @@ fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, stop: u64)
         sources: starts[1],
         targets: starts[2],
         table,
-        blocks: 0,
+        fills: u32::from(fills),
         nitems: items.len() as u32,
         nsources: nsources as u32,
         ntargets: ntargets as u32,
@@ -429,20 +429,28 @@ proptest! {
     }
 }
 
-/// A launch with a set stop flag writes nothing, and one with a clear flag writes everything.
+/// A launch with a set stop flag writes nothing, or only ones if it fills; one with a clear flag writes everything, or
+/// nothing if it has no sources.
 #[test]
-fn set_stop_flag_prevents_all_writes() {
+fn a_set_stop_flag_prevents_all_other_writes() {
     let cut = Cut { items: vec![100], blocks: 2, threads: 32, inside: true };
     let all = KERNELS.iter().map(|&(name, dtype, _)| (name, dtype, dtype.size()));
     let sums = SUMS.iter().map(|&(name, dtype, precise)| (name, dtype, mean_of(dtype, precise).acc_size()));
     for (name, dtype, made) in all.chain(sums).chain([("copy_bytes", DType::U8, 1)]) {
-        for word in [0u32, 1, 1 << 31] {
-            let source = Buffer::new(&vec![1; 1000 * dtype.size()], 0);
+        for (word, fills, nsources) in
+            [(0u32, 0, 1), (1, 0, 1), (1 << 31, 0, 1), (0, 1, 1), (1, 1, 1), (0, 1, 0), (1, 1, 0)]
+        {
+            if name.starts_with("sum") && fills == 1 {
+                continue;
+            }
+            let sources = vec![Buffer::new(&vec![1; 1000 * dtype.size()], 0); nsources];
             let target = Target::Apart(Buffer::new(&vec![0x11; 1000 * made], 0));
-            let pieces = [Piece { sources: vec![source], targets: vec![target], count: 1000 }];
-            launch_with(name, &pieces, 1, &cut, device(std::slice::from_ref(&word)));
-            let untouched = pieces[0].target(0).content().iter().all(|byte| *byte == 0x11);
-            assert_eq!(untouched, word != 0, "{name}, {word}");
+            let pieces = [Piece { sources, targets: vec![target], count: 1000 }];
+            launch_with(name, &pieces, 1, &cut, (device(&[word; 64]), fills == 1));
+            let content = pieces[0].target(0).content();
+            let all = |value: u8| content.iter().all(|byte| *byte == value);
+            assert_eq!(all(0x11), if word == 0 { nsources == 0 } else { fills == 0 }, "{name}, {word}");
+            assert_eq!(all(0xff), word != 0 && fills == 1, "{name}, {word}");
         }
     }
 }

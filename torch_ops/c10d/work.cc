@@ -167,6 +167,16 @@ void CallState::finish() {
   } else if (event_ && !error_) {
     event_->block(current_stream(call.device()));
   }
+  if (!error_ && stream_) {
+    // A call that has ended may have been lost on the GPU since.
+    int has_ended = 0;
+    const int code = dl_comm_test(handle, &has_ended);
+    try {
+      if (code < 0) throw_error(code, dl_comm_last_error());
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
   if (error_) std::rethrow_exception(error_);
 }
 

@@ -70,6 +70,7 @@ safe_functions! {
         status(|| runtime::init_teams(nteams, (nthreads > 0).then_some(nthreads)))
     }
     fn dl_comm_finalize() -> c_int { status(runtime::finalize) }
+    fn dl_comm_synchronize() -> c_int { status(runtime::synchronize) }
     fn dl_comm_is_initialized() -> c_int { c_int::from(runtime::is_initialized()) }
     fn dl_comm_is_helper() -> c_int { c_int::from(runtime::is_helper()) }
 

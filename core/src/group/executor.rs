@@ -155,11 +155,15 @@ impl Executor {
         state.closed = true;
         let helpers = mem::take(&mut state.helpers);
         let (held, ended) = (state.held.take(), state.worker.shared.ended());
+        let (launches, number) =
+            (state.device.as_ref().map(|device| Arc::clone(device.launches())), state.worker.shared.number);
         drop(state);
         helpers.iter().for_each(GroupThread::close);
         if let Some(Held::HandedBack(work) | Held::Posted(work, _)) = held {
             work.finish(Err(ended));
         }
+        // Calls that other threads start.
+        launches.iter().for_each(|launches| launches.wait(number));
     }
 
     /// Closes channel 0's links to other hosts and releases GPU resources; helpers release theirs at exit.
@@ -334,7 +338,8 @@ impl ExecutorState {
     /// Waits until the calls before `work` allow it to start; returns it, or what replaces it.
     fn wait_for_turn(&mut self, work: &Arc<Work>) -> Result<Arc<Work>> {
         // The other ranks make the call.
-        self.unfinished.wait_for_turn(work).inspect_err(|error| self.worker.shared.fail(error))
+        let keeps_order = self.device.as_ref().is_some_and(|device| device.keeps_order(&work.call));
+        self.unfinished.wait_for_turn(work, keeps_order).inspect_err(|error| self.worker.shared.fail(error))
     }
 
     /// Reconciles the calls of `queue` with those of the other ranks.
@@ -400,13 +405,15 @@ impl ExecutorState {
     fn run_matched(&mut self, work: &Arc<Work>) -> (Arc<Work>, Result<()>) {
         let ExecutorState { worker, device, .. } = self;
         work.record.matched(worker.shared.next_match_index());
+        let place = work.take_place();
         let enqueued = match work.call.producer() {
             None => Ok(false),
-            Some(_) => DeviceExecutor::run(device, worker, work),
+            Some(_) => DeviceExecutor::run(device, worker, work, place),
         };
         match enqueued {
             Ok(true) => {
-                self.unfinished.add(&work.call, work);
+                let keeps_order = device.as_ref().is_some_and(|device| device.keeps_order(&work.call));
+                self.unfinished.add(&work.call, work, keeps_order);
                 (Arc::clone(work), Ok(()))
             }
             Ok(false) if work.call.producer().is_none() || work.call.op.runs_in_device_chunks() => {
@@ -414,7 +421,7 @@ impl ExecutorState {
             }
             Ok(false) => {
                 let (copied, result) = self.run_on_host(work);
-                self.unfinished.add(&work.call, &copied);
+                self.unfinished.add(&work.call, &copied, false);
                 (copied, result)
             }
             Err(error) => (Arc::clone(work), Err(error)),
@@ -457,7 +464,7 @@ impl ExecutorState {
         let num_helpers = (work.call.channels() - 1).min(chunks - 1);
         work.add_parts(num_helpers);
         if num_helpers > 0 || work.call.producer().is_some() {
-            unfinished.add(&work.call, work);
+            unfinished.add(&work.call, work, false);
         }
         for helper in &helpers[..num_helpers] {
             if let Err((work, reason)) = helper.send(Arc::clone(work)) {

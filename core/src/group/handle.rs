@@ -7,6 +7,7 @@ use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use super::held::HeldCall;
+use super::lost::Loss;
 use super::work::{OnComplete, SIGNAL_POLL};
 use crate::error::{Error, Result, guard};
 use crate::lock::lock;
@@ -18,6 +19,8 @@ use crate::signals;
 struct CallState {
     progress: Mutex<Progress>,
     ended: Condvar,
+    /// Of a call that had ended with success.
+    loss: Loss,
 }
 
 #[derive(Default)]
@@ -40,6 +43,11 @@ impl Progress {
 }
 
 impl CallState {
+    fn result(&self, progress: &Progress) -> Option<Result<()>> {
+        let result = progress.result()?.clone();
+        Some(result.and_then(|()| self.loss.told().map_or(Ok(()), Err)))
+    }
+
     fn end(&self, result: Result<()>) {
         *lock(&self.progress) = Progress::Ended(result);
         self.ended.notify_all();
@@ -93,10 +101,15 @@ impl CallHandle {
         CallHandle { held: Some(Arc::new(held)), ..self }
     }
 
-    /// The result, if the call has ended. Does not block.
+    /// What learns that the call was lost after its end; for the options of the call.
+    pub fn loss(&self) -> Loss {
+        self.state.loss.clone()
+    }
+
+    /// The result, if the call has ended. Does not block. A call on a GPU may be lost later: then it has an error.
     pub fn test(&self) -> Option<Result<()>> {
         self.held.iter().for_each(|held| held.hand_over());
-        lock(&self.state.progress).result().cloned()
+        self.state.result(&lock(&self.state.progress))
     }
 
     /// Waits for the result. The call goes on if `timeout` passes first; `None` waits until the call ends, which its own
@@ -114,8 +127,8 @@ impl CallHandle {
         }
         let mut progress = lock(&self.state.progress);
         loop {
-            if let Some(result) = progress.result() {
-                return result.clone();
+            if let Some(result) = self.state.result(&progress) {
+                return result;
             }
             let left = timeout.map_or(SIGNAL_POLL, |timeout| timeout.saturating_sub(since.elapsed()));
             if left.is_zero() {

@@ -79,7 +79,9 @@ impl Group {
         };
         let lead_settings = thread(0);
         let helper_settings: Vec<ThreadSettings> = (1..links.len()).map(thread).collect();
+        static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let shared = Arc::new(GroupState {
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             config,
             members,
             settings,
@@ -130,10 +132,8 @@ impl Group {
         // Set once: the state is new.
         let _set = shared.lead.set(GroupThread::new(lead_settings, move |inbox| lead.run_loop(inbox)));
         process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
-        static NUMBERS: AtomicU64 = AtomicU64::new(1);
-        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         let (messenger, ragged_calls) = (OnceLock::new(), AtomicU64::new(0));
-        Ok(Group { number, shared, topology, executor, messenger, ragged_calls })
+        Ok(Group { shared, topology, executor, messenger, ragged_calls })
     }
 
     /// Makes the memory of this rank and starts the threads now, not by the first call.

@@ -145,7 +145,7 @@ impl Worker {
                 let first = queue.pop()?;
                 let on_host = match first.call.producer() {
                     None => Ok(Arc::clone(&first)),
-                    Some(_) => unfinished.wait_for_turn(&first).and_then(|first| self.copy_to_host(&first)),
+                    Some(_) => unfinished.wait_for_turn(&first, false).and_then(|first| self.copy_to_host(&first)),
                 };
                 return match on_host {
                     Ok(work) => {

@@ -14,6 +14,7 @@ use serde_json::Value;
 
 use super::call_summary::{CallSummary, SmallCallStats};
 use super::callers::ThreadId;
+use super::lost::LostCalls;
 use crate::collective::Call;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -272,6 +273,8 @@ impl RecorderState {
 
 /// The recorder, with its lock.
 pub(super) struct Recorder {
+    /// The group's calls that were lost after their end.
+    pub lost: Arc<LostCalls>,
     state: Mutex<RecorderState>,
     /// The number of the next call.
     next: AtomicU64,
@@ -281,7 +284,8 @@ pub(super) struct Recorder {
 
 impl Default for Recorder {
     fn default() -> Recorder {
-        Recorder { state: Mutex::default(), next: AtomicU64::new(0), since: (Instant::now(), coarse_now()) }
+        let lost = Arc::default();
+        Recorder { lost, state: Mutex::default(), next: AtomicU64::new(0), since: (Instant::now(), coarse_now()) }
     }
 }
 

@@ -27,6 +27,8 @@ pub type OnFailure = Arc<dyn Fn(&str) + Send + Sync>;
 
 /// See the module's documentation.
 pub(super) struct GroupState {
+    /// A number of the group in this process: from 1, never used again.
+    pub number: u64,
     pub config: CallConfig,
     pub members: Members,
     pub settings: GroupConfig,

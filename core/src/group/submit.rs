@@ -11,6 +11,7 @@ use serde_json::Value;
 use super::executor::{Executor, ExecutorGuard};
 use super::handle::CallHandle;
 use super::held::{HeldCall, wake_lead};
+use super::lost::Loss;
 use super::messenger::Messenger;
 use super::small_calls::{self, CallWords, SmallCallInput};
 use super::state::GroupState;
@@ -27,7 +28,6 @@ use crate::transport::gpu::CallerStream;
 
 /// A group whose threads run calls; see [`crate::group`].
 pub struct Group {
-    pub(super) number: u64,
     pub(super) shared: Arc<GroupState>,
     pub(super) topology: Arc<Topology>,
     pub(super) executor: Arc<Executor>,
@@ -62,7 +62,7 @@ impl Group {
 
     /// A number of this group in this process: from 1, never used again.
     pub fn number(&self) -> u64 {
-        self.number
+        self.shared.number
     }
 
     /// The common settings of its calls.
@@ -106,7 +106,7 @@ impl Group {
         let result = wait_for_result(
             || self.shared.process_groups.interrupt(),
             |done| {
-                let work = self.work(*call, Role::Own, true, timeout, done);
+                let work = self.work(*call, Role::Own, true, timeout, done, Loss::default());
                 self.run_here(guard, &work, Some(posted));
             },
         );
@@ -136,7 +136,7 @@ impl Group {
                 return Some(handle);
             }
         };
-        let work = self.work(*call, Role::Own, false, timeout, done);
+        let work = self.work(*call, Role::Own, false, timeout, done, handle.loss());
         guard.hold(&work, posted);
         Some(handle.of_held(HeldCall::new(&self.shared, &self.executor, work)))
     }
@@ -159,7 +159,7 @@ impl Group {
     /// Validates and lays out a call without submitting it. The call takes the names of the tensors out of `options`.
     pub(crate) fn new_call(&self, op: Op, replicas: Vec<Vec<Tensor>>, options: &mut CallOptions) -> Result<Call> {
         if let Some(error) = self.shared.failure() {
-            return Err(error);
+            return Err(self.shared.recorder.lost.tell(error));
         }
         if signals::checking() {
             let text = "a handler of a signal called dl_comm while its thread waits in a call; let the call end first";
@@ -178,7 +178,8 @@ impl Group {
     /// Submits a call: to the queue, or, if its caller blocks and the executor is free, to the executor for
     /// [`Group::run`].
     pub(crate) fn new_work(&self, call: Call, options: &CallOptions, done: OnComplete) -> Submitted<'_> {
-        self.accept(self.work(call, Role::Own, options.caller_blocks, options.timeout, done), options.caller_blocks)
+        let work = self.work(call, Role::Own, options.caller_blocks, options.timeout, done, options.loss.clone());
+        self.accept(work, options.caller_blocks)
     }
 
     /// As [`Group::new_work`], for a call that [`Group::work`] has made.
@@ -198,11 +199,20 @@ impl Group {
     }
 
     /// Creates the work of a call that is submitted now.
-    pub(super) fn work(&self, call: Call, role: Role, blocks: bool, timeout: Timeout, done: OnComplete) -> Arc<Work> {
+    pub(super) fn work(
+        &self,
+        call: Call,
+        role: Role,
+        blocks: bool,
+        timeout: Timeout,
+        done: OnComplete,
+        loss: Loss,
+    ) -> Arc<Work> {
         let deadline = self.shared.deadline(timeout);
         let thread = self.shared.callers.record(blocks);
         let record = self.shared.recorder.open(&call, deadline, thread);
-        let work = Work::new(call, role, done, deadline, record, Arc::clone(&self.shared.recorder));
+        let work = Work::new(call, role, done, deadline, record, Arc::clone(&self.shared.recorder))
+            .submitted(self.shared.number, loss);
         work.record.set_unmatched(work.ends_alone());
         Arc::new(work)
     }

@@ -18,6 +18,8 @@ pub(super) struct UnfinishedCalls(Vec<Unfinished>);
 struct Unfinished {
     memory: MemoryUse,
     on_device: bool,
+    /// Whether the GPU runs it before later calls that this is true for, though it may not have got it yet.
+    keeps_order: bool,
     /// Ends with the call.
     work: Arc<Work>,
     /// When it was seen to have ended.
@@ -25,10 +27,11 @@ struct Unfinished {
 }
 
 impl UnfinishedCalls {
-    /// Adds a call that uses the memory of `described` and ends with `work`.
-    pub fn add(&mut self, described: &Call, work: &Arc<Work>) {
-        let on_device = described.producer().is_some();
-        self.0.push(Unfinished { memory: MemoryUse::of(described), on_device, work: Arc::clone(work), ended: None });
+    /// Adds a call that uses the memory of `described` and ends with `work`. `keeps_order`: the GPU runs it before later
+    /// calls that this is true for.
+    pub fn add(&mut self, described: &Call, work: &Arc<Work>, keeps_order: bool) {
+        let (memory, on_device) = (MemoryUse::of(described), described.producer().is_some());
+        self.0.push(Unfinished { memory, on_device, keeps_order, work: Arc::clone(work), ended: None });
     }
 
     /// Whether a call on host memory may start, whatever memory it uses.
@@ -46,18 +49,21 @@ impl UnfinishedCalls {
         self.0.iter().any(|before| before.memory.conflicts_with(call))
     }
 
-    /// Waits until `work` may start, and returns it, or what replaces it. Waits only for threads of this rank, which wait
-    /// for no later call.
+    /// Waits until `work` may start, and returns it, or what replaces it. `keeps_order` as in [`UnfinishedCalls::add`]: then
+    /// it waits for none of these calls, which may in turn wait for other groups. Waits only for threads of this rank, which
+    /// wait for no later call of the group.
     ///
     /// # Errors
     /// [`crate::error::Error::System`] of a GPU's driver.
-    pub fn wait_for_turn(&mut self, work: &Arc<Work>) -> Result<Arc<Work>> {
+    pub fn wait_for_turn(&mut self, work: &Arc<Work>, keeps_order: bool) -> Result<Arc<Work>> {
         if self.0.is_empty() {
             return Ok(Arc::clone(work));
         }
         self.forget_ended(Some(work.record.submitted));
         let mut follows_on_device = false;
-        for before in self.0.iter().filter(|before| before.memory.conflicts_with(&work.call)) {
+        let precedes =
+            |before: &&Unfinished| !(keeps_order && before.keeps_order) && before.memory.conflicts_with(&work.call);
+        for before in self.0.iter().filter(precedes) {
             before.work.wait_until_ended();
             follows_on_device |= before.on_device;
         }

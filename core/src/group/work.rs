@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use oneshot::RecvTimeoutError;
 
 use super::join_state::JoinState;
+use super::lost::Loss;
 use super::record::{Record, Recorder};
 use crate::collective::device::HostCopy;
 use crate::collective::{Call, Counts, Plan};
@@ -16,7 +17,7 @@ use crate::error::{Error, Result, guard};
 use crate::lock::lock;
 use crate::log::log_line;
 use crate::signals;
-use crate::transport::gpu::Event;
+use crate::transport::gpu::{Event, Place};
 
 /// Called once with the result of a call: on the thread that completes the call, or on the submitting thread if the
 /// call is rejected. It must not block, and may submit further calls.
@@ -72,6 +73,8 @@ pub struct CallOptions {
     pub device: Option<Device>,
     /// The lengths of the blocks.
     pub counts: Counts,
+    /// Learns that the call was lost after its completion.
+    pub loss: Loss,
 }
 
 /// The deadline of a call.
@@ -124,6 +127,10 @@ pub(super) struct Work {
     /// The copies of a call on device memory that were started early.
     host_copy: Mutex<Option<HostCopy>>,
     recorder: Arc<Recorder>,
+    /// Learns that the call was lost after its completion.
+    pub loss: Loss,
+    /// Where a call on device memory starts among those of its GPU, until that is decided.
+    place: Mutex<Option<Place>>,
     parts: AtomicUsize,
     outcome: Mutex<(Option<OnComplete>, Result<()>)>,
     /// Whether the call has ended, its completion too.
@@ -141,6 +148,8 @@ impl Work {
         recorder: Arc<Recorder>,
     ) -> Work {
         Work {
+            loss: Loss::default(),
+            place: Mutex::default(),
             call,
             role,
             deadline,
@@ -156,6 +165,17 @@ impl Work {
             ended: Mutex::new(false),
             ends: Condvar::new(),
         }
+    }
+
+    /// This work, whose loss `loss` learns of, with the last place on its GPU, if it is on one.
+    pub fn submitted(self, group: u64, loss: Loss) -> Work {
+        let place = self.call.producer().map(|producer| Place::new(&producer.context().launches, group));
+        Work { loss, place: Mutex::new(place), ..self }
+    }
+
+    /// Its place, once.
+    pub fn take_place(&self) -> Option<Place> {
+        lock(&self.place).take()
     }
 
     /// This work with a description that replaces that of its call. Nobody uses the old one any more, but for its
@@ -188,6 +208,8 @@ impl Work {
 
     fn replaced(&self, call: Call, role: Role, on_complete: Option<OnComplete>) -> Work {
         Work {
+            loss: self.loss.clone(),
+            place: Mutex::new(self.take_place()),
             call,
             role,
             deadline: self.deadline,
@@ -284,6 +306,14 @@ impl Work {
         let on_complete = if last { outcome.0.take() } else { None };
         let result = outcome.1.clone();
         drop(outcome);
+        if last {
+            // A call that has not started gives it up.
+            drop(self.take_place());
+        }
+        let result = match result {
+            Err(error) if on_complete.is_some() && !error.is_recoverable() => Err(self.recorder.lost.tell(error)),
+            result => result,
+        };
         if let Some(on_complete) = on_complete {
             self.recorder.close(&self.record, &result);
             // The thread that completes a call has others to complete.

@@ -4,8 +4,7 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::ffi::{c_int, c_void};
-use std::sync::{Arc, Once, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 
 use super::group_creation::make_team;
 use super::state::{
@@ -16,8 +15,9 @@ use super::{calls, memory, point_to_point};
 use crate::config::{Config, RankSource, Rendezvous};
 use crate::dump::{Dumper, SignalDumper};
 use crate::error::{Error, Result};
+use crate::exit_status::fail_at_exit;
 use crate::fork;
-use crate::group::{Group, ProcessGroups};
+use crate::group::{self, Group, ProcessGroups};
 use crate::helper::{self, StartedBy};
 use crate::log::log_line;
 use crate::plugin::{Team, report_waited};
@@ -210,7 +210,8 @@ pub fn init() -> Result<()> {
 /// work to do. If they do not come, it logs a line, aborts the job, and makes the exit status differ from 0.
 ///
 /// # Errors
-/// [`Error::State`] in a forked child.
+/// [`Error::State`] in a forked child. That of a call on a GPU that was lost and of which the program has not heard; then
+/// the job has ended all the same, and the exit status differs from 0.
 pub fn finalize() -> Result<()> {
     end(None)
 }
@@ -292,30 +293,7 @@ fn end(reason: Option<Error>) -> Result<()> {
     launcher::end();
     // Only now: a new start must not meet a part of the old job.
     *STATE.write().unwrap_or_else(PoisonError::into_inner) = RuntimeState::Finalized { topology, can_start };
-    Ok(())
-}
-
-unsafe extern "C" {
-    /// on_exit(3) of glibc: like atexit(3), but the handler gets the status.
-    fn on_exit(handler: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
-}
-
-/// Replaces status 0 by 1, after the exit handlers that were registered later.
-extern "C" fn replace(status: c_int, _argument: *mut c_void) {
-    if status == 0 {
-        // SAFETY: flushes all streams of the C library, then ends the process.
-        unsafe {
-            libc::fflush(std::ptr::null_mut());
-            libc::_exit(1);
-        }
-    }
-}
-
-/// Makes the process exit with a status other than 0, so that the launcher sees a failure.
-fn fail_at_exit() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        // SAFETY: the handler uses only the C library. Registration fails only without memory; the logged line remains.
-        let _registered = unsafe { on_exit(replace, std::ptr::null_mut()) };
-    });
+    // The GPU's work has ended with the groups. After a failure of the program, the losses are only logged.
+    let lost = group::end_lost_calls();
+    if reason.is_some() { Ok(()) } else { lost }
 }

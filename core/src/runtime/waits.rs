@@ -2,8 +2,9 @@
 //!
 //! Thread rule: any thread.
 
-use super::state::started;
-use crate::group::BlockedCaller;
+use super::state::{check_fork, started};
+use crate::error::{Error, Result};
+use crate::group::{self, BlockedCaller};
 use crate::signals;
 
 /// Fails the groups with pending calls of this process: a signal has interrupted the caller.
@@ -25,4 +26,16 @@ pub fn look_for_signals() {
     if signals::interrupted() {
         interrupt();
     }
+}
+
+/// Waits until the GPU has ended all calls that it was given. Their deadlines bound that.
+///
+/// # Errors
+/// That of a call that was lost on the GPU in this job; [`Error::State`] in a forked child, and if a signal ends the wait.
+pub fn synchronize() -> Result<()> {
+    check_fork()?;
+    group::synchronize(|| match signals::interrupted() {
+        true => Err(Error::State("a signal has interrupted the wait for the GPU".into())),
+        false => Ok(()),
+    })
 }

@@ -8,17 +8,20 @@ use std::sync::Arc;
 
 use super::streams::wait_taken;
 use crate::buffer::Tensor;
+use crate::collective::call::Call;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
 use crate::transport::gpu::{
-    Address, BlockRange, Context, DeviceBuffer, Event, KernelArgs, Kernels, PinnedHostBuffer, Stream,
+    Address, BlockRange, Context, DeviceBuffer, Event, KernelArgs, Kernels, Launch, PinnedHostBuffer, Stream,
 };
 use crate::wire_layout::TensorRange;
 
 /// Items of one element type, for one kernel launch.
 struct LaunchGroup {
     dtype: DType,
+    /// Whether the launch fills its targets with NaN when it is stopped.
+    fills: bool,
     items: std::ops::Range<usize>,
 }
 
@@ -34,10 +37,15 @@ pub(super) struct Batch {
     shape: (usize, usize),
     /// Maximum bytes of an item.
     item_bytes: usize,
+    /// Whether the targets of the ranges that are added now are outputs of this rank that can hold NaN: a stopped launch
+    /// fills them.
+    pub fills: bool,
 }
 
 /// Minimum bytes of an item: two vectors for each thread of a block.
 const MIN_ITEM_BYTES: usize = 8 << 10;
+/// Maximum elements of an item without sources.
+const MAX_FILLED: usize = 1 << 30;
 /// Number of items that keeps a GPU busy: nearly four for each block of 132 multiprocessors with three blocks each,
 /// which keeps the tail short.
 const TARGET_ITEMS: usize = 1536;
@@ -52,6 +60,7 @@ impl Batch {
         self.targets.clear();
         self.groups.clear();
         self.pieces = 0;
+        self.fills = false;
     }
 
     /// Adds a range of `count` elements of `dtype` at these addresses.
@@ -64,8 +73,13 @@ impl Batch {
     ) {
         self.sources.extend(sources);
         self.targets.extend(targets);
-        let start = self.items.len();
         let max_count = (self.item_bytes / dtype.size()).min(BlockRange::MAX_ELEMENTS);
+        self.add_items(dtype, count, max_count);
+    }
+
+    /// Adds the items of a range whose addresses are in the lists.
+    fn add_items(&mut self, dtype: DType, count: usize, max_count: usize) {
+        let start = self.items.len();
         for first in (0..count).step_by(max_count) {
             let count = (count - first).min(max_count) as u32;
             self.items.push(BlockRange { first: first as u64, piece: self.pieces, count });
@@ -73,8 +87,22 @@ impl Batch {
         self.pieces += 1;
         let end = self.items.len();
         match self.groups.last_mut() {
-            Some(group) if group.dtype == dtype => group.items.end = end,
-            _ => self.groups.push(LaunchGroup { dtype, items: start..end }),
+            Some(group) if (group.dtype, group.fills) == (dtype, self.fills) => group.items.end = end,
+            _ => self.groups.push(LaunchGroup { dtype, fills: self.fills, items: start..end }),
+        }
+    }
+
+    /// Clears the batch and adds the outputs of `call` that can hold NaN, for a launch that fills them if it is stopped
+    /// and does nothing otherwise. Few items, so that they fit the parameters: only a lost call is slow by that.
+    pub fn guard_outputs(&mut self, call: &Call) {
+        self.start(0, 1, 0);
+        self.fills = true;
+        for (index, tensor) in call.tensors(0).iter().enumerate() {
+            let output = tensor.buffer.destination_bytes(0..call.extents(index).1);
+            if tensor.buffer.dtype().has_nan() && !output.is_empty() {
+                self.targets.push(output.start as Address);
+                self.add_items(DType::U8, output.len(), MAX_FILLED);
+            }
         }
     }
 
@@ -96,6 +124,7 @@ impl Batch {
             let start = if unpack { written.start } else { read.start };
             let (tensor, packed) = ((start + piece.first * size) as Address, memory + piece.offset as Address);
             let (from, to) = if unpack { (packed, tensor) } else { (tensor, packed) };
+            self.fills = unpack && buffer.dtype().has_nan();
             self.add(DType::U8, piece.count * size, [from], [to]);
         }
     }
@@ -132,7 +161,7 @@ impl Batch {
     }
 
     /// Parameters for all kernels of the batch, without their items; with the lists if they fit.
-    fn args(&self, divisor: u32, stop: Address, blocks: u32) -> Result<KernelArgs> {
+    fn args(&self, divisor: u32, stop: Address) -> Result<KernelArgs> {
         let number = |value: usize| {
             u32::try_from(value).map_err(|_| Error::Internal("the lists of a call are too long for a kernel".into()))
         };
@@ -147,7 +176,7 @@ impl Batch {
             nsources: number(self.shape.0)?,
             ntargets: number(self.shape.1)?,
             divisor,
-            blocks,
+            fills: 0,
             table: [0; KernelArgs::TABLE],
         };
         number(self.bytes())?;
@@ -184,7 +213,7 @@ pub(super) struct Launcher {
     buffers: Vec<UploadBuffer>,
     next: usize,
     /// Device address of a 32-bit stop flag in pinned host memory that outlives the kernels; 0: none. Once it is set,
-    /// kernels end after their current items, and new ones access no tensor.
+    /// kernels end after their current items, and new ones only fill.
     pub stop: Address,
     /// Maximum blocks of a kernel; 0: as many as the GPU runs at a time.
     pub blocks: u32,
@@ -208,26 +237,28 @@ impl Launcher {
         divisor: u32,
         stream: &Stream,
         wait_ctx: &WaitContext<'_>,
-        mut launch: impl FnMut(&Kernels, DType, &KernelArgs) -> Result<()>,
+        mut launch: impl FnMut(&Kernels, DType, &Launch) -> Result<()>,
     ) -> Result<()> {
         if self.batch.is_empty() {
             return Ok(());
         }
-        let mut args = self.batch.args(divisor, self.stop, self.blocks)?;
+        let args = self.batch.args(divisor, self.stop)?;
+        let mut next = Launch { args, max_blocks: self.blocks };
         let index = if self.batch.fits() { None } else { Some(self.free_buffer(wait_ctx)?) };
         if let Some(UploadBuffer { host, device, .. }) = index.map(|index| &self.buffers[index]) {
             // SAFETY: the buffer has room for all lists, and no kernel reads it.
             unsafe { self.batch.write(host.memory()) };
             // SAFETY: both have room for these bytes and live until the event below completes.
             unsafe { stream.upload(device.address(), host.memory(), self.batch.bytes()) }?;
-            args.lists = device.address();
+            next.args.lists = device.address();
         }
         let kernels = self.context.kernels()?;
         for group in &self.batch.groups {
             // Both fit 32 bits, as `args` has checked.
-            args.items = (group.items.start * size_of::<BlockRange>()) as u32;
-            args.nitems = group.items.len() as u32;
-            launch(kernels, group.dtype, &args)?;
+            next.args.items = (group.items.start * size_of::<BlockRange>()) as u32;
+            next.args.nitems = group.items.len() as u32;
+            next.args.fills = u32::from(group.fills);
+            launch(kernels, group.dtype, &next)?;
         }
         if let Some(index) = index {
             self.buffers[index].free = Some(stream.record()?);
@@ -242,6 +273,16 @@ impl Launcher {
     pub unsafe fn copy(&mut self, stream: &Stream, wait_ctx: &WaitContext<'_>) -> Result<()> {
         // SAFETY: the caller's promise.
         self.run(1, stream, wait_ctx, |kernels, _, args| unsafe { kernels.copy(args, stream.raw()) })
+    }
+
+    /// Runs a batch that only fills, after all other work of `call` on `stream`.
+    ///
+    /// # Safety
+    /// The outputs of `call` are valid and not used otherwise until the launch has completed.
+    pub unsafe fn guard_outputs(&mut self, call: &Call, stream: &Stream, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        self.batch.guard_outputs(call);
+        // SAFETY: the caller's promise.
+        unsafe { self.copy(stream, wait_ctx) }
     }
 
     /// The index of a buffer for the batch that no kernel reads.
@@ -275,8 +316,8 @@ mod tests {
         batch.start(2, 1, 100);
         batch.add(DType::F32, 5, [10, 20], [30]);
         batch.add(DType::I8, 7, [11, 21], [31]);
-        let args = batch.args(2, 99, 48).unwrap();
-        assert_eq!((args.lists, args.stop, args.blocks, args.divisor), (0, 99, 48, 2));
+        let args = batch.args(2, 99).unwrap();
+        assert_eq!((args.lists, args.stop, args.divisor), (0, 99, 2));
         assert_eq!((args.items, args.sources, args.targets), (0, 32, 64));
         assert_eq!(args.table[..10], [0, 5 << 32, 0, 7 << 32 | 1, 10, 20, 11, 21, 30, 31]);
         assert!(args.table[10..].iter().all(|word| *word == 0) && batch.fits());
@@ -284,9 +325,9 @@ mod tests {
         batch.start(1, 1, 0);
         batch.add(DType::U8, 223 * MIN_ITEM_BYTES, [1], [2]);
         assert_eq!((batch.bytes(), batch.fits()), (KernelArgs::TABLE * 8, true));
-        assert_eq!(batch.args(1, 0, 0).unwrap().table[446..], [1, 2]);
+        assert_eq!(batch.args(1, 0).unwrap().table[446..], [1, 2]);
         batch.add(DType::U8, 1, [1], [2]);
-        let args = batch.args(1, 0, 0).unwrap();
+        let args = batch.args(1, 0).unwrap();
         assert!(!batch.fits() && args.table == [0; KernelArgs::TABLE] && args.sources == 224 * 16);
         assert!(size_of::<KernelArgs>() <= 4096);
     }

@@ -1,6 +1,6 @@
 //! The path of a group's calls on device memory.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
 
@@ -9,12 +9,14 @@ use super::ipc_multi_host::{MultiHostIpc, NUM_BUFFERS, ShardOwner};
 use super::ipc_peers::IpcPeers;
 use super::nccl::NcclPath;
 use super::path::{GpuCapabilities, choose_path};
+use super::release::StreamRelease;
 use super::settings::{DeviceSettings, Path, PathSetting};
 use super::streams::{DeviceResult, producer, signal_outputs, wait_inputs};
 use crate::collective::call::Call;
 use crate::collective::channel::Channel;
 use crate::collective::value_allgather::allgather_merge;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, Context, Event, Stream, has_kernel, nccl_version};
 
@@ -28,7 +30,7 @@ pub struct DevicePath {
 
 enum PathState {
     SingleRank(Stream),
-    Nccl(Box<NcclPath>),
+    Nccl(Arc<Mutex<NcclPath>>),
     Ipc(Box<IpcPath>),
     IpcStaged(Box<MultiHostIpc>),
     Staged,
@@ -56,7 +58,7 @@ impl DevicePath {
                 Path::SingleRank => Ok((choice.path, PathState::SingleRank(Stream::new(&context)?))),
                 Path::Staged => Ok((choice.path, PathState::Staged)),
                 Path::Nccl => match NcclPath::new(channel, &context, wait_ctx)? {
-                    Ok(path) => Ok((choice.path, PathState::Nccl(Box::new(path)))),
+                    Ok(path) => Ok((choice.path, PathState::Nccl(Arc::new(Mutex::new(path))))),
                     Err(reason) => {
                         // At least one rank lacks NCCL: choose again without it.
                         if let Some(reason) = reason {
@@ -67,18 +69,25 @@ impl DevicePath {
                 },
                 Path::Ipc(sync) => {
                     let opened = IpcPeers::new(channel, &context, sync, BOUNCE_BYTES, Ok(()), wait_ctx)?;
-                    opened.map(|(peers, ())| {
-                        (Path::Ipc(peers.sync), PathState::Ipc(Box::new(IpcPath::new(peers, choice.own_gpus))))
-                    })
+                    match opened {
+                        Ok((peers, ())) => {
+                            let (sync, path) = (peers.sync, IpcPath::new(peers, choice.own_gpus)?);
+                            Ok((Path::Ipc(sync), PathState::Ipc(Box::new(path))))
+                        }
+                        Err(reason) => Err(reason),
+                    }
                 }
                 Path::IpcStaged(sync) => {
                     let shard_owners = ShardOwner::all(&context, &topology, settings.chunk);
                     let bounce = (NUM_BUFFERS * settings.chunk).max(BOUNCE_BYTES);
                     let opened = IpcPeers::new(channel, &context, sync, bounce, shard_owners, wait_ctx)?;
-                    opened.map(|(peers, shard_owners)| {
-                        let (sync, path) = (peers.sync, MultiHostIpc::new(peers, shard_owners, settings.chunk));
-                        (Path::IpcStaged(sync), PathState::IpcStaged(Box::new(path)))
-                    })
+                    match opened {
+                        Ok((peers, shard_owners)) => {
+                            let (sync, path) = (peers.sync, MultiHostIpc::new(peers, shard_owners, settings.chunk)?);
+                            Ok((Path::IpcStaged(sync), PathState::IpcStaged(Box::new(path))))
+                        }
+                        Err(reason) => Err(reason),
+                    }
                 }
             };
             break (choice, state);
@@ -106,13 +115,18 @@ impl DevicePath {
         })
     }
 
-    /// Bytes of device memory in use.
-    pub fn device_bytes(&self) -> usize {
+    /// The context of the GPU.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Bytes of device memory in use; `None` for [`DevicePath::nccl`].
+    pub fn device_bytes(&self) -> Option<usize> {
         match &self.state {
-            PathState::Ipc(path) => path.device_bytes(),
-            PathState::IpcStaged(path) => path.device_bytes(),
-            PathState::Nccl(path) => path.device_bytes(),
-            PathState::SingleRank(_) | PathState::Staged => 0,
+            PathState::Ipc(path) => Some(path.device_bytes()),
+            PathState::IpcStaged(path) => Some(path.device_bytes()),
+            PathState::SingleRank(_) | PathState::Staged => Some(0),
+            PathState::Nccl(_) => None,
         }
     }
 
@@ -132,7 +146,15 @@ impl DevicePath {
         }
     }
 
-    /// Runs `call`, on which the ranks agree, as far as this thread alone can.
+    /// NCCL, if it runs `call`; its calls start in the order of their submission to the GPU ([`Context::launches`]).
+    pub fn nccl(&self, call: &Call) -> Option<&Arc<Mutex<NcclPath>>> {
+        match &self.state {
+            PathState::Nccl(path) if NcclPath::runs(call) => Some(path),
+            _ => None,
+        }
+    }
+
+    /// Runs `call`, on which the ranks agree, as far as this thread alone can. It is none for [`DevicePath::nccl`].
     pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
         let _guard = self.context.push()?;
         if self.copies_others() && !call.op.runs_in_device_chunks() {
@@ -146,34 +168,32 @@ impl DevicePath {
             PathState::Ipc(_) | PathState::IpcStaged(_) if !call.reductions().all(has_kernel) => {
                 Ok(DeviceResult::FallBackToHost)
             }
-            PathState::Nccl(path) => path.run(call, wait_ctx),
             PathState::Ipc(path) => path.run(channel, call, wait_ctx),
             PathState::IpcStaged(path) => path.run(channel, call, wait_ctx),
-            PathState::Staged => Ok(DeviceResult::FallBackToHost),
+            PathState::Nccl(_) | PathState::Staged => Ok(DeviceResult::FallBackToHost),
         }
     }
 
-    /// Makes the caller's stream wait for the work enqueued by this thread. `None` if the driver fails, and for paths
-    /// that use other threads.
+    /// Makes the caller's stream wait for the work that [`DevicePath::run`] has enqueued. `None` if the driver fails, and
+    /// for paths that use other threads.
     pub fn signal_outputs(&self, call: &Call) -> Option<Event> {
         let stream = match &self.state {
             PathState::SingleRank(stream) => stream,
-            PathState::Nccl(path) => &path.stream,
             PathState::Ipc(path) => &path.peers.stream,
             PathState::IpcStaged(path) => &path.peers.stream,
-            PathState::Staged => return None,
+            PathState::Nccl(_) | PathState::Staged => return None,
         };
         let _guard = self.context.push().ok()?;
         signal_outputs(call, stream).ok()
     }
 
-    /// A closure that unblocks this rank's GPU after another rank has failed; for the detector thread.
-    pub fn release_streams(&self) -> Arc<dyn Fn() + Send + Sync> {
+    /// Unblocks this rank's streams after another rank has failed. `None` if they wait for no other rank.
+    pub fn stream_release(&self) -> Option<Arc<dyn StreamRelease>> {
         match &self.state {
-            PathState::Nccl(path) => path.release_streams(),
-            PathState::Ipc(path) => path.peers.release_streams(),
-            PathState::IpcStaged(path) => path.peers.release_streams(),
-            PathState::SingleRank(_) | PathState::Staged => Arc::new(|| {}),
+            PathState::Nccl(path) => Some(lock(path).stream_release()),
+            PathState::Ipc(path) => Some(path.peers.stream_release()),
+            PathState::IpcStaged(path) => Some(path.peers.stream_release()),
+            PathState::SingleRank(_) | PathState::Staged => None,
         }
     }
 }

@@ -7,7 +7,9 @@
 //! group's own memory, and each rank reduces its slice of a chunk for all.
 //! [Stream barriers](super::ipc_peers) separate the phases. The order of addition is that of the host path, by rank:
 //! same bits.
-//! Thread rule: used by one thread; the closure of [`IpcPeers::release_streams`] may run on any.
+//! The last kernel of a call on a rank's stream writes only that rank's outputs, and fills them with NaN if the stream was
+//! released ([`super::release`]). After a large call, whose outputs the other ranks write, it does nothing else.
+//! Thread rule: used by one thread; any thread may release the streams.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -63,13 +65,13 @@ enum Chunks {
 impl IpcPath {
     /// For ranks with open IPC memory and bounce buffers of [`BOUNCE_BYTES`] bytes. `own_gpus`: no two ranks share a
     /// GPU.
-    pub fn new(peers: IpcPeers, own_gpus: bool) -> IpcPath {
-        let mut launcher = peers.launcher();
+    pub fn new(peers: IpcPeers, own_gpus: bool) -> Result<IpcPath> {
+        let mut launcher = peers.launcher()?;
         if own_gpus {
             launcher.blocks = LINK_BLOCKS;
         }
         let (reported, chunks) = (ReportedExports::default(), Chunks::NotRequested);
-        IpcPath { peers, num_one_shots: 0, reported, chunks, calls_in_chunks: 0, launcher }
+        Ok(IpcPath { peers, num_one_shots: 0, reported, chunks, calls_in_chunks: 0, launcher })
     }
 
     /// Bytes of device memory in use on this rank.
@@ -121,6 +123,7 @@ impl IpcPath {
                 let sources = bounces.iter().map(|bounce| bounce + at + piece.offset as u64);
                 let to = buffer.byte_ranges().1.start as u64;
                 let (dtype, count) = elements(call.op, buffer.dtype(), piece.count);
+                self.launcher.batch.fills = buffer.dtype().has_nan();
                 self.launcher.batch.add(dtype, count, sources, [to]);
             }
             self.launch(call, wait_ctx)?;
@@ -228,6 +231,10 @@ impl IpcPath {
         self.peers.stream_barrier(channel, wait_ctx)?;
         self.launch(call, wait_ctx)?;
         self.peers.stream_barrier(channel, wait_ctx)?;
+        if root != Some(me) || !call.is_in_place() {
+            // SAFETY: the call owns the tensors; no other rank writes them after the barrier.
+            unsafe { self.launcher.guard_outputs(call, &self.peers.stream, wait_ctx) }?;
+        }
         signal_outputs(call, &self.peers.stream)
     }
 

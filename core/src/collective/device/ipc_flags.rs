@@ -3,21 +3,22 @@
 //! Thread rule: any thread may use [`StreamFlags`]; the rest is plain data.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
+use super::release::{OwnStopFlag, StopFlag, StreamRelease};
 use super::settings::SyncMode;
 use super::streams::{TEARDOWN_TIMEOUT, poll_until};
 use crate::collective::channel::Channel;
 use crate::error::{Error, Result};
 use crate::transport::arena::PeerMemory;
-use crate::transport::gpu::{
-    Address, Context, DeviceBuffer, ExportedAllocation, Handle, KernelArgs, PinnedHostBuffer, Stream,
-};
+use crate::transport::gpu::{Address, Context, DeviceBuffer, ExportedAllocation, Handle, PinnedHostBuffer, Stream};
 
-/// Size of the page with a rank's flag.
-pub(super) const PAGE: usize = 4096;
+/// Bytes before a rank's stop flag, which hold its counter.
+const COUNTER_BYTES: usize = 4096;
+/// Size of the pages with a rank's flags.
+pub(super) const PAGES: usize = COUNTER_BYTES + StopFlag::BYTES;
 
-/// The flag page of a rank, in memory shared by all ranks of the host.
+/// The flags of a rank, in memory shared by all ranks of the host: a counter, and the stop flag of its kernels.
 pub(super) struct Page {
     memory: Handle<u8>,
     /// `None` if the file system's pages cannot be pinned; the GPU cannot access the page then.
@@ -26,16 +27,21 @@ pub(super) struct Page {
 
 impl Page {
     /// # Safety
-    /// `memory` is a whole page of [`PAGE`] bytes that outlives this.
+    /// `memory` has [`PAGES`] bytes in whole pages, zero at first, that outlive this.
     pub unsafe fn new(context: &Arc<Context>, memory: *mut u8) -> Page {
         // SAFETY: the caller's promise.
-        Page { memory: Handle(memory), pinned: unsafe { PinnedHostBuffer::register(context, memory, PAGE) }.ok() }
+        Page { memory: Handle(memory), pinned: unsafe { PinnedHostBuffer::register(context, memory, PAGES) }.ok() }
     }
 
-    /// The GPU's address of the page.
+    fn stop(&self) -> StopFlag {
+        // SAFETY: the memory after the counter is the flag's.
+        unsafe { StopFlag::new(self.memory.0.add(COUNTER_BYTES)) }
+    }
+
+    /// The GPU's address of the counter.
     ///
     /// # Errors
-    /// [`Error::System`] if the page is not pinned.
+    /// [`Error::System`] if the pages are not pinned.
     pub fn address(&self) -> Result<Address> {
         let not_pinned = || Error::System("the GPU does not see the host memory that the ranks share".into());
         self.pinned.as_ref().map(PinnedHostBuffer::address).ok_or_else(not_pinned)
@@ -49,32 +55,42 @@ pub(super) struct StreamFlags {
     pub pages: Vec<Page>,
     /// The number of this rank's last stream barrier.
     pub seq: AtomicU32,
-    released: AtomicBool,
-    /// [`KernelArgs::STOP_COPIES`] of a flag that ends this rank's kernels: after a rank was lost, peer memory may be gone.
-    stop: PinnedHostBuffer,
+    /// The rank itself.
+    me: usize,
+    /// If its pages are not pinned: the stop flag that its kernels read. No stream waits for another rank then.
+    own_stop: Option<OwnStopFlag>,
 }
 
 impl StreamFlags {
-    pub fn new(context: &Arc<Context>, pages: Vec<Page>) -> Result<StreamFlags> {
-        let stop = PinnedHostBuffer::new(context, KernelArgs::STOP_COPIES * KernelArgs::STOP_STRIDE)?;
-        // SAFETY: only this object uses the memory, and no GPU knows it yet.
-        unsafe { stop.memory().write_bytes(0, stop.bytes()) };
-        Ok(StreamFlags { pages, seq: AtomicU32::new(0), released: AtomicBool::new(false), stop })
+    /// The flags of all ranks of the host, of which this is rank `me`.
+    pub fn new(context: &Arc<Context>, pages: Vec<Page>, me: usize) -> Result<StreamFlags> {
+        let own_stop = match &pages[me].pinned {
+            Some(_) => None,
+            None => Some(OwnStopFlag::new(context)?),
+        };
+        Ok(StreamFlags { pages, seq: AtomicU32::new(0), me, own_stop })
     }
 
     fn number(&self, rank: usize) -> &AtomicU32 {
-        // SAFETY: the page is mapped while this lives, and holds only the counter.
+        // SAFETY: the page is mapped while this lives, and begins with the counter.
         unsafe { &*self.pages[rank].memory.0.cast::<AtomicU32>() }
     }
 
-    /// The GPU's address of the first copy of the stop flag.
-    pub fn stop_address(&self) -> Address {
-        self.stop.address()
+    /// The GPU's address of the stop flag of this rank's kernels, which ends them: after a rank was lost, its memory may be
+    /// gone.
+    ///
+    /// # Errors
+    /// [`Error::Internal`]: there is none.
+    pub fn stop_address(&self) -> Result<Address> {
+        match &self.own_stop {
+            Some(own_stop) => Ok(own_stop.address()),
+            None => self.pages[self.me].address().map(|counter| counter + COUNTER_BYTES as Address),
+        }
     }
 
-    /// Sets the counter of this rank, `me`, when its stream has ended.
-    pub fn raise(&self, me: usize, step: u32) {
-        self.number(me).store(step, Ordering::Release);
+    /// Sets the counter of this rank when its stream has ended.
+    pub fn raise(&self, step: u32) {
+        self.number(self.me).store(step, Ordering::Release);
     }
 
     /// Whether all ranks have reached barrier `step`.
@@ -82,23 +98,21 @@ impl StreamFlags {
         let reached = |rank| self.number(rank).load(Ordering::Acquire).wrapping_sub(step).cast_signed() >= 0;
         (0..self.pages.len()).all(reached)
     }
+}
 
-    /// Releases all waiting streams: a lost rank never sets its flag. The counters are then far ahead, even if several
-    /// ranks do this. Repeat it while a stream may wait, because streams of other ranks may set their counters back.
-    pub fn release_all(&self) {
-        self.released.store(true, Ordering::Relaxed);
-        for copy in 0..KernelArgs::STOP_COPIES {
-            // SAFETY: the copy is in the buffer, aligned, and GPUs only read it.
-            unsafe { &*self.stop.memory().add(copy * KernelArgs::STOP_STRIDE).cast::<AtomicU32>() }
-                .store(1, Ordering::SeqCst);
-        }
+/// Releases the streams of all ranks of the host: a lost rank never sets its counter.
+impl StreamRelease for StreamFlags {
+    /// Sets the stop flags of all ranks first: another rank's stream may go on before that rank knows of the loss. The
+    /// counters are then far ahead, even if several ranks do this. Streams of other ranks may set their counters back.
+    fn release(&self) {
+        self.own_stop.iter().for_each(|own_stop| own_stop.flag.set());
+        self.pages.iter().for_each(|page| page.stop().set());
         let released = self.seq.load(Ordering::Relaxed).wrapping_add(1 << 30);
         (0..self.pages.len()).for_each(|rank| self.number(rank).store(released, Ordering::Release));
     }
 
-    /// Whether `release_all` was called, after a rank was lost.
-    pub fn is_released(&self) -> bool {
-        self.released.load(Ordering::Relaxed)
+    fn is_released(&self) -> bool {
+        self.pages[self.me].stop().is_set()
     }
 }
 
@@ -106,12 +120,12 @@ impl StreamFlags {
 pub(super) fn probe(context: &Arc<Context>) -> Result<SyncMode> {
     let _guard = context.push()?;
     context.kernels()?;
-    let memory = DeviceBuffer::new(context, PAGE)?;
+    let memory = DeviceBuffer::new(context, COUNTER_BYTES)?;
     if context.exports().locate(memory.address(), 1)?.is_none() {
         return Err(Error::System("cannot export memory to other ranks (cuIpcGetMemHandle)".into()));
     }
     let stream = Stream::new(context)?;
-    let flag = PinnedHostBuffer::new(context, PAGE)?;
+    let flag = PinnedHostBuffer::new(context, COUNTER_BYTES)?;
     // SAFETY: the flag is in pinned memory that lives until the stream has ended.
     let can_wait = unsafe { can_wait_on(&stream, flag.address(), 1) }.unwrap_or(false);
     Ok(if can_wait { SyncMode::Stream } else { SyncMode::Host })
@@ -149,7 +163,7 @@ pub(super) fn export(words: &[u64]) -> Option<ExportedAllocation> {
 
 /// A rank's IPC resources before the exchange with its peers.
 pub(super) struct LocalIpc {
-    /// Offset of the flag page, for the peers.
+    /// Offset of the flags, for the peers.
     pub page_offset: u64,
     pub shared: Arc<dyn PeerMemory>,
     /// The bounce buffer, which peers may access.
@@ -158,13 +172,13 @@ pub(super) struct LocalIpc {
 }
 
 impl LocalIpc {
-    /// Allocates `bytes` of device memory, and a flag page that the peers can access.
+    /// Allocates `bytes` of device memory, and flags that the peers can access.
     pub fn new(channel: &Channel, context: &Arc<Context>, bytes: usize) -> Result<LocalIpc> {
         let unavailable = || Error::System("the ranks of the host share no memory".into());
         let shared = channel.shm.region().shared_peer_memory().ok_or_else(unavailable)?;
         let (bounce, export) = exported(context, bytes)?;
-        let start = shared.alloc_zeroed(PAGE)?.addr();
-        let page_offset = shared.offset_of(start..start + PAGE).ok_or_else(unavailable)?;
+        let start = shared.alloc_zeroed(PAGES)?.addr();
+        let page_offset = shared.offset_of(start..start + PAGES).ok_or_else(unavailable)?;
         Ok(LocalIpc { page_offset, shared, bounce, export })
     }
 }

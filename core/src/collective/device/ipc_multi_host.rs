@@ -6,7 +6,7 @@
 //! hosts, as for calls on host memory. Then it copies the means to the bounce buffers of all ranks, which unpack them.
 //! Several chunks are in flight: the GPU sums the next ones while the network transfers one. The order of addition is
 //! that of the host path: same bits.
-//! Thread rule: used by one thread; the closure of [`IpcPeers::release_streams`] may run on any.
+//! Thread rule: used by one thread; any thread may release the streams.
 
 use std::ops::Range;
 use std::ptr;
@@ -27,7 +27,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Context, Event, Handle, KernelArgs, Kernels, PinnedHostBuffer};
+use crate::transport::gpu::{Address, Context, Event, Handle, Kernels, Launch, PinnedHostBuffer};
 use crate::wire_layout::{max_acc_bytes, slice};
 
 /// Maximum number of chunks that are summed ahead of the network.
@@ -66,9 +66,10 @@ pub(super) struct MultiHostIpc {
 
 impl MultiHostIpc {
     /// For ranks with open IPC memory and bounce buffers of [`NUM_BUFFERS`] chunks of `chunk` bytes.
-    pub fn new(peers: IpcPeers, shard_owners: Vec<ShardOwner>, chunk: usize) -> MultiHostIpc {
-        let [pack, add, all_gather, unpack] = [(); 4].map(|()| peers.launcher());
-        MultiHostIpc { peers, shard_owners, chunk, pack, add, all_gather, unpack }
+    pub fn new(peers: IpcPeers, shard_owners: Vec<ShardOwner>, chunk: usize) -> Result<MultiHostIpc> {
+        let launcher = || peers.launcher();
+        let (pack, add, all_gather, unpack) = (launcher()?, launcher()?, launcher()?, launcher()?);
+        Ok(MultiHostIpc { peers, shard_owners, chunk, pack, add, all_gather, unpack })
     }
 
     /// Bytes of device memory in use on this rank.
@@ -168,7 +169,7 @@ impl MultiHostIpc {
                 let acc_f64 = call.call.accumulates_f64();
                 // SAFETY: all ranks have packed, and nobody writes this slice of the bounce buffers before the next
                 // barrier; the host has finished with the sums buffer.
-                let sum = |kernels: &Kernels, dtype, args: &KernelArgs| unsafe {
+                let sum = |kernels: &Kernels, dtype, args: &Launch| unsafe {
                     kernels.sum(dtype, acc_f64, args, stream.raw())
                 };
                 add.run(1, stream, wait_ctx, sum)?;

@@ -5,14 +5,15 @@
 //! may not run at the same time.
 //! A stream waits only for work that is already enqueued: the hosts synchronize first. So two groups cannot deadlock,
 //! even when hardware queues or driver calls serialize their streams.
-//! Thread rule: used by one thread; the closure of [`IpcPeers::release_streams`] may run on any.
+//! Thread rule: used by one thread; any thread may release the streams.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::batch::Launcher;
-use super::ipc_flags::{LocalIpc, PAGE, Page, StreamFlags, can_wait_on, export, export_words, exported};
+use super::ipc_flags::{LocalIpc, PAGES, Page, StreamFlags, can_wait_on, export, export_words, exported};
 use super::path::common_sync;
+use super::release::StreamRelease;
 use super::settings::SyncMode;
 use super::shm_allgather::allgather_u64;
 use super::streams::{TEARDOWN_TIMEOUT, is_idle, poll_until, wait_event};
@@ -76,7 +77,7 @@ impl IpcPeers {
             }
             (Ok((peers, _)), Err(error)) => {
                 // Some peers may already be gone; do not wait for them.
-                peers.flags.release_all();
+                peers.flags.release();
                 Err(error)
             }
             (Err(error), all) => Err(all.err().unwrap_or_else(|| error.detail().to_owned())),
@@ -98,7 +99,7 @@ impl IpcPeers {
                 return Err(Error::System("another rank cannot export its memory".into()));
             };
             let cannot_access = || Error::Internal("the flags of a rank are not in memory that the others map".into());
-            let memory = shared.resolve(rank, *page_offset, PAGE).ok_or_else(cannot_access)?;
+            let memory = shared.resolve(rank, *page_offset, PAGES).ok_or_else(cannot_access)?;
             // SAFETY: the arena stays mapped, and its owner keeps the page until its group ends.
             pages.push(unsafe { Page::new(context, memory) });
         }
@@ -106,7 +107,7 @@ impl IpcPeers {
         let exports: Vec<&[u64]> = words_by_rank.iter().map(|words| &words[1..]).collect();
         let bounces = addresses(&mut imports, me, bounce.address(), &exports)?;
         let stream = Stream::new(context)?;
-        let flags = StreamFlags::new(context, pages)?;
+        let flags = StreamFlags::new(context, pages, me)?;
         if sync == SyncMode::Stream && !can_wait_on_pages(&stream, &flags, me)? {
             sync = SyncMode::Host;
         }
@@ -142,16 +143,15 @@ impl IpcPeers {
     }
 
     /// A launcher whose kernels end after a rank was lost.
-    pub fn launcher(&self) -> Launcher {
+    pub fn launcher(&self) -> Result<Launcher> {
         let mut launcher = Launcher::new(&self.context);
-        launcher.stop = self.flags.stop_address();
-        launcher
+        launcher.stop = self.flags.stop_address()?;
+        Ok(launcher)
     }
 
     /// Unblocks the streams of all ranks after one was lost.
-    pub fn release_streams(&self) -> Arc<dyn Fn() + Send + Sync> {
-        let flags = Arc::clone(&self.flags);
-        Arc::new(move || flags.release_all())
+    pub fn stream_release(&self) -> Arc<dyn StreamRelease> {
+        Arc::clone(&self.flags) as Arc<dyn StreamRelease>
     }
 
     /// Orders all work that any rank has enqueued before all later work of this rank.
@@ -215,13 +215,13 @@ impl Drop for IpcPeers {
     fn drop(&mut self) {
         let Ok(_guard) = self.context.push() else { return };
         if !is_idle(&self.stream) {
-            self.flags.release_all();
+            self.flags.release();
             let _or_never = is_idle(&self.stream);
         }
         let final_seq = self.flags.seq.load(Ordering::Relaxed).wrapping_add(1);
         // Keep released flags high: peers may wait for later barriers.
         if !self.flags.is_released() {
-            self.flags.raise(self.me, final_seq);
+            self.flags.raise(final_seq);
         }
         poll_until(TEARDOWN_TIMEOUT, || self.flags.is_released() || self.flags.all_reached(final_seq));
     }

@@ -13,6 +13,8 @@
 //! in a call leaves the ranks out of sync.
 //! Paths that bypass the host enqueue work and do not block: the call ends once the caller's stream waits for the
 //! result. `ipc_multi_host` and `staged` wait for the GPU in each chunk.
+//! Enqueued work of a call that another rank leaves alone, or that is late, is released ([`release`]): the streams go on,
+//! with NaN in the outputs.
 //! Thread rule: the lead thread uses [`DevicePath`]; a [`StagingPipeline`] belongs to one thread.
 
 mod batch;
@@ -25,6 +27,7 @@ mod ipc_peers;
 mod nccl;
 mod nccl_steps;
 mod path;
+mod release;
 mod settings;
 mod shm_allgather;
 mod staged;
@@ -32,6 +35,8 @@ mod streams;
 
 pub use device_path::DevicePath;
 pub use host_copy::{HostCopies, HostCopy};
+pub use nccl::NcclPath;
+pub use release::StreamRelease;
 pub use settings::{DeviceSettings, PathSetting};
 pub use staged::StagingPipeline;
 pub(crate) use streams::TEARDOWN_TIMEOUT;

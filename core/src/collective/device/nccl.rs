@@ -5,7 +5,7 @@
 //! and bfloat16 in their own types. So the bits depend on the number of ranks and on NCCL's version (`DL_COMM_GPU_PATH`
 //! selects another path). Operators that NCCL lacks, means of integers and float64 accumulators, which differ from the
 //! core's, go through the host.
-//! Thread rule: used by one thread; the closure of [`NcclPath::release_streams`] may run on any.
+//! Thread rule: used by one thread; any thread may release the streams.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,8 @@ use serde::{Deserialize, Serialize};
 
 use super::batch::Launcher;
 use super::nccl_steps::{NcclOperator, NcclStep, has_operations, line_operation, steps};
-use super::streams::{DeviceResult, TEARDOWN_TIMEOUT, is_idle, poll, poll_until, signal_outputs, wait_inputs};
+use super::release::{NcclRelease, OwnStopFlag, StreamRelease};
+use super::streams::{TEARDOWN_TIMEOUT, is_idle, poll, poll_until, signal_outputs, wait_inputs};
 use crate::buffer::Tensor;
 use crate::collective::call::{Call, lengths};
 use crate::collective::channel::Channel;
@@ -23,7 +24,9 @@ use crate::collective::value_allgather::allgather_merge;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Communicator, Context, DeviceBuffer, NcclBuffers, RedOp, Stream, UniqueId};
+use crate::transport::gpu::{
+    Address, Communicator, Context, DeviceBuffer, Event, NcclBuffers, RedOp, Stream, UniqueId,
+};
 use crate::wire_layout::{DtypeRun, WireLayout};
 
 /// Tensors up to this size are fused if there are more than [`MIN_TO_FUSE`]: an NCCL operation for each costs more.
@@ -45,11 +48,12 @@ enum Start {
 const MAX_SLEEP: Duration = Duration::from_millis(10);
 
 /// The resources of a rank for the NCCL path.
-pub(super) struct NcclPath {
-    pub stream: Stream,
+pub struct NcclPath {
+    stream: Stream,
     rank: usize,
     ranks: usize,
     communicator: Arc<Communicator>,
+    release: Arc<NcclRelease>,
     /// Allocated by the first fusion.
     bucket: Option<DeviceBuffer>,
     launcher: Launcher,
@@ -71,7 +75,8 @@ impl NcclPath {
         let Ok(id) = id.try_into().map(UniqueId) else {
             return Ok(Err(local.err().map(|error| error.detail().to_owned())));
         };
-        let mut started = local.and_then(|_| Ok((Communicator::start(size, id, rank)?, Stream::new(context)?)));
+        let local = local.and_then(|_| Ok((Stream::new(context)?, OwnStopFlag::new(context)?)));
+        let mut started = local.and_then(|local| Ok((Communicator::start(size, id, rank)?, local)));
         let mut state = started.as_ref().map(|_| false).map_err(Error::clone);
         let mut sleep = Duration::from_micros(100);
         loop {
@@ -85,10 +90,13 @@ impl NcclPath {
             };
             let all = allgather_merge(channel, &local, wait_ctx, |states| states.into_iter().min())?;
             match (all.unwrap_or(Start::Failed), started) {
-                (Start::Ready, Ok((communicator, stream))) => {
+                (Start::Ready, Ok((communicator, (stream, stop)))) => {
                     let communicator = Arc::new(communicator);
-                    let launcher = Launcher::new(context);
-                    return Ok(Ok(NcclPath { stream, rank, ranks: size, communicator, bucket: None, launcher }));
+                    let mut launcher = Launcher::new(context);
+                    launcher.stop = stop.address();
+                    let release = Arc::new(NcclRelease { communicator: Arc::clone(&communicator), stop });
+                    let ranks = size;
+                    return Ok(Ok(NcclPath { stream, rank, ranks, communicator, release, bucket: None, launcher }));
                 }
                 // Some rank has no communicator: drop this one.
                 (Start::Failed | Start::Ready, _) => {
@@ -102,13 +110,26 @@ impl NcclPath {
         }
     }
 
-    /// Runs a call on which all ranks agree.
-    pub fn run(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
+    /// What NCCL does with each element type of `call`; `None` if it cannot run the call.
+    fn operators(call: &Call) -> Option<Vec<(DType, NcclOperator)>> {
         let reductions = call.reductions().map(|reduction| Some((reduction.dtype, NcclOperator::of(reduction)?)));
-        let wanted: Option<Vec<(DType, NcclOperator)>> = reductions.collect();
-        let Some(mut wanted) = wanted.filter(|_| has_operations(call.op)) else {
-            return Ok(DeviceResult::FallBackToHost);
-        };
+        reductions.collect::<Option<Vec<_>>>().filter(|_| has_operations(call.op))
+    }
+
+    /// Whether NCCL can run `call`; the same on all ranks.
+    pub fn runs(call: &Call) -> bool {
+        NcclPath::operators(call).is_some()
+    }
+
+    /// Enqueues a call on which all ranks agree, and which NCCL can run. The event is at its end.
+    ///
+    /// # Errors
+    /// [`Error::System`] of NCCL and of the driver; when the wait context ends.
+    pub fn run(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<Event> {
+        let context = Arc::clone(self.stream.context());
+        let _guard = context.push()?;
+        let mut wanted = NcclPath::operators(call)
+            .ok_or_else(|| Error::Internal(format!("NCCL cannot run {}", call.full_name())))?;
         wanted.sort_by_key(|(dtype, _)| *dtype);
         wanted.dedup_by_key(|(dtype, _)| *dtype);
         let operators = Operators::new(&self.communicator, &wanted)?;
@@ -116,8 +137,7 @@ impl NcclPath {
         let is_small = |index: usize| call.op.pattern() == Pattern::Line && size(index) <= FUSE_MAX_BYTES;
         let (mut small, mut large): (Vec<usize>, Vec<usize>) =
             call.layout.tensors().partition(|&index| is_small(index));
-        // The copies need kernels.
-        if small.len() <= MIN_TO_FUSE || self.stream.context().kernels().is_err() {
+        if small.len() <= MIN_TO_FUSE {
             large.append(&mut small);
         }
         wait_inputs(call, &self.stream)?;
@@ -129,7 +149,15 @@ impl NcclPath {
         self.group(large.iter().flat_map(steps), wait_ctx)?;
         self.run_fused(call, &operators, &small, wait_ctx)?;
         operators.free()?;
-        signal_outputs(call, &self.stream).map(DeviceResult::Enqueued)
+        // SAFETY: the call owns the tensors, and NCCL's work on this stream comes before.
+        unsafe { self.launcher.guard_outputs(call, &self.stream, wait_ctx) }?;
+        signal_outputs(call, &self.stream)
+    }
+
+    /// Makes the caller's stream wait for what was enqueued of a call that has failed. `None` if the driver fails.
+    pub fn signal_outputs(&self, call: &Call) -> Option<Event> {
+        let _guard = self.stream.context().push().ok()?;
+        signal_outputs(call, &self.stream).ok()
     }
 
     /// Bytes of device memory in use.
@@ -199,10 +227,9 @@ impl NcclPath {
         poll(|| communicator.is_ready(), &|| "NCCL".to_owned(), wait_ctx)
     }
 
-    /// Aborts the communicator, which unblocks work that waits for a lost rank.
-    pub fn release_streams(&self) -> Arc<dyn Fn() + Send + Sync> {
-        let communicator = Arc::clone(&self.communicator);
-        Arc::new(move || communicator.abort())
+    /// Unblocks work that waits for a lost rank.
+    pub fn stream_release(&self) -> Arc<dyn StreamRelease> {
+        Arc::clone(&self.release) as Arc<dyn StreamRelease>
     }
 }
 

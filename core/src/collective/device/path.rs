@@ -20,7 +20,7 @@ const NCCL_SHARES_GPU: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 pub(super) struct GpuCapabilities {
     /// The same for all processes that use the GPU.
     uuid: String,
-    /// NCCL's version, or why it is not available.
+    /// NCCL's version, or why it is not available; it needs the kernels, which mark what a lost call leaves.
     nccl: std::result::Result<i32, String>,
     /// Whether NCCL may have several ranks on a GPU.
     nccl_shares_gpu: bool,
@@ -34,7 +34,7 @@ impl GpuCapabilities {
         let short_text = |error: Error| truncated(error.detail());
         GpuCapabilities {
             uuid: context.uuid.clone(),
-            nccl: nccl_version().map_err(short_text),
+            nccl: nccl_version().and_then(|version| context.kernels().map(|_| version)).map_err(short_text),
             nccl_shares_gpu: std::env::var(NCCL_SHARES_GPU).is_ok_and(|value| value.trim() == "1"),
             ipc: probe(context).map_err(short_text),
         }

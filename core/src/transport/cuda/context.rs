@@ -14,6 +14,7 @@ use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 use super::driver::{Handle, check, start};
 use super::ipc::{IpcExports, IpcImports};
 use super::kernels::Kernels;
+use super::launch_order::LaunchOrder;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
@@ -32,6 +33,8 @@ pub struct Context {
     kernels: OnceLock<Result<Kernels>>,
     exports: Mutex<IpcExports>,
     imports: Mutex<IpcImports>,
+    /// The calls that have not started on this GPU.
+    pub launches: Arc<LaunchOrder>,
     /// Free events, for reuse.
     pub(super) events: Mutex<Vec<Handle<sys::CUevent_st>>>,
 }
@@ -63,7 +66,8 @@ impl Context {
         start()?;
         let device = check(&format!("asking for GPU {ordinal}"), device::get(ordinal))?;
         // SAFETY: here and below, the device is from the driver.
-        let handle = check("retaining the context of a GPU", unsafe { primary_ctx::retain(device) })?;
+        let retained = check("retaining the context of a GPU", unsafe { primary_ctx::retain(device) });
+        let handle = retained.map_err(|error| explain(error, device))?;
         // SAFETY: as above.
         let attribute = |name| check("asking about a GPU", unsafe { device::get_attribute(device, name) });
         let uuid = check("asking for the UUID of a GPU", device::get_uuid(device))?;
@@ -80,6 +84,7 @@ impl Context {
             kernels: OnceLock::new(),
             exports: Mutex::default(),
             imports: Mutex::default(),
+            launches: Arc::default(),
             events: Mutex::default(),
         })
     }
@@ -116,6 +121,20 @@ impl Context {
         });
         compiled.as_ref().map_err(Error::clone)
     }
+}
+
+/// Says why a process gets no context of a GPU that only one process may use.
+fn explain(error: Error, device: sys::CUdevice) -> Error {
+    // SAFETY: the device is from the driver.
+    let mode = unsafe { device::get_attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE) };
+    if mode != Ok(sys::CUcomputemode::CU_COMPUTEMODE_EXCLUSIVE_PROCESS as i32) {
+        return error;
+    }
+    Error::System(format!(
+        "{}: the GPU is in the mode EXCLUSIVE_PROCESS, for one process; give each rank a GPU of its own, start MPS \
+         (nvidia-cuda-mps-control -d), or set the mode DEFAULT (nvidia-smi -c 0)",
+        error.detail()
+    ))
 }
 
 impl Drop for ContextGuard<'_> {

@@ -110,8 +110,8 @@ pub struct KernelArgs {
     pub ntargets: u32,
     /// Divisor of the sum.
     pub divisor: u32,
-    /// Maximum number of blocks; 0: as many as the GPU runs at a time.
-    pub blocks: u32,
+    /// 1: a stopped launch fills the rest of its targets with ones, NaN in each floating type.
+    pub fills: u32,
     /// Short lists, passed as parameters (at most 4 KiB in all).
     pub table: [u64; KernelArgs::TABLE],
 }
@@ -124,6 +124,15 @@ impl KernelArgs {
     pub const STOP_COPIES: usize = 512;
     /// Bytes from one copy to the next: a line of the GPU's L2 cache.
     pub const STOP_STRIDE: usize = 128;
+}
+
+/// A launch.
+#[derive(Debug, Clone, Copy)]
+pub struct Launch {
+    /// Its parameters.
+    pub args: KernelArgs,
+    /// Maximum number of blocks; 0: as many as the GPU runs at a time.
+    pub max_blocks: u32,
 }
 
 /// The kernels for one compute capability, loaded into a context.
@@ -155,7 +164,7 @@ impl Kernels {
     ///
     /// # Safety
     /// The memory of `args` is valid and not used otherwise until the kernel has finished.
-    pub unsafe fn average(&self, dtype: DType, precise: bool, args: &KernelArgs, stream: sys::CUstream) -> Result<()> {
+    pub unsafe fn average(&self, dtype: DType, precise: bool, args: &Launch, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.launch(of_type(&self.means, dtype, precise)?, args, stream) }
     }
@@ -168,7 +177,7 @@ impl Kernels {
     ///
     /// # Safety
     /// As for [`Kernels::average`]; the stream's context is current.
-    pub unsafe fn sum(&self, dtype: DType, precise: bool, args: &KernelArgs, stream: sys::CUstream) -> Result<()> {
+    pub unsafe fn sum(&self, dtype: DType, precise: bool, args: &Launch, stream: sys::CUstream) -> Result<()> {
         let function = of_type(self.sums()?, dtype, precise)?;
         // SAFETY: the caller's promise.
         unsafe { self.launch(function, args, stream) }
@@ -184,22 +193,23 @@ impl Kernels {
         sums.as_deref().map_err(Error::clone)
     }
 
-    /// Copies bytes: `args` counts bytes and has one source.
+    /// Copies bytes: `args` counts bytes and has one source, or none if it only fills.
     ///
     /// # Safety
     /// As for [`Kernels::average`].
-    pub unsafe fn copy(&self, args: &KernelArgs, stream: sys::CUstream) -> Result<()> {
+    pub unsafe fn copy(&self, args: &Launch, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.launch(self.copy, args, stream) }
     }
 
     /// # Safety
     /// As for [`Kernels::average`].
-    unsafe fn launch(&self, function: Function, args: &KernelArgs, stream: sys::CUstream) -> Result<()> {
+    unsafe fn launch(&self, function: Function, launch: &Launch, stream: sys::CUstream) -> Result<()> {
+        let Launch { args, max_blocks } = launch;
         if args.nitems == 0 {
             return Ok(());
         }
-        let max_blocks = if args.blocks == 0 { u32::MAX } else { args.blocks };
+        let max_blocks = if *max_blocks == 0 { u32::MAX } else { *max_blocks };
         let blocks = args.nitems.min(max_blocks).min(self.blocks);
         let mut parameters = [ptr::from_ref(args).cast_mut().cast::<c_void>()];
         // SAFETY: the caller's promise; the driver copies the parameter before it returns.

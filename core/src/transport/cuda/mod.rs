@@ -12,6 +12,7 @@ mod context;
 mod driver;
 mod ipc;
 mod kernels;
+mod launch_order;
 mod nccl;
 mod peer_imports;
 mod pinned;
@@ -20,7 +21,8 @@ mod stream;
 pub use context::{Context, ContextGuard};
 pub use driver::{Address, Handle, count};
 pub use ipc::{ExportUpdates, ExportedAllocation, IpcExports, ReportedExports};
-pub use kernels::{BlockRange, KernelArgs, Kernels, has_kernel};
+pub use kernels::{BlockRange, KernelArgs, Kernels, Launch, has_kernel};
+pub use launch_order::{LaunchOrder, Place};
 pub use nccl::{
     Communicator, NcclBuffers, NcclOperation, RedOp, UniqueId, reduces as nccl_reduces, version as nccl_version,
 };

@@ -69,6 +69,16 @@ __device__ __forceinline__ void store_everywhere(const ItemAddresses& addresses,
   KEEP_LOOP for (unsigned t = 0; t < addresses.ntargets; ++t) store<kBytes>(addresses.target(t) + offset, v);
 }
 
+// Fills an item of all targets with ones.
+template <class S>
+__device__ __forceinline__ void fill_item(const ItemAddresses& addresses, unsigned count) {
+  KEEP_LOOP for (unsigned t = 0; t < addresses.ntargets; ++t) {
+    const Address target = addresses.target(t);
+    KEEP_LOOP for (unsigned i = threadIdx.x; i < count; i += blockDim.x)
+        store_ones<S::kSize>(target + Address{S::kSize} * i);
+  }
+}
+
 // Sums the vectors of all sources, `offset` bytes into the item.
 template <class S, unsigned kBytes>
 __device__ __forceinline__ Accumulator<S, kBytes> sum_sources(const ItemAddresses& addresses, unsigned offset) {

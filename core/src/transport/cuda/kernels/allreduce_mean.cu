@@ -97,9 +97,15 @@ __device__ __forceinline__ void average(const KernelArgs& args) {
   const typename S::Divider divider(args.divisor);
   const Address lists = lists_of(args);
   KEEP_LOOP for (unsigned i = blockIdx.x; i < args.nitems; i += gridDim.x) {
-    if (is_stopped(args.stop)) return;
+    const bool stopped = is_stopped(args.stop);
+    if (stopped ? args.fills == 0 : args.nsources == 0) return;
     const BlockRange item = at<const BlockRange>(lists + args.items)[i];
-    average_item<S>(addresses_of<S>(args, lists, item), item.count, divider);
+    const ItemAddresses addresses = addresses_of<S>(args, lists, item);
+    if (stopped) {
+      fill_item<S>(addresses, item.count);
+    } else {
+      average_item<S>(addresses, item.count, divider);
+    }
   }
 }
 

@@ -11,7 +11,7 @@
 //
 // The caller owns all memory. Items and address tables do not change while a kernel runs. The address of an element is
 // a multiple of its size. A set stop flag ends a launch early: each block checks it before each item. A launch that
-// starts after the flag is set writes nothing.
+// starts after the flag is set writes nothing, or, if it `fills`, only ones to its targets: NaN in each floating type.
 #pragma once
 
 using Address = unsigned long long;
@@ -24,6 +24,7 @@ struct BlockRange {
 };
 
 // Parameters of a launch. It writes the sum of the sources divided by `divisor` (1 to 2^31 - 1) to every target.
+// Without sources it only fills, and its items may be as long as `count` allows.
 struct KernelArgs {
   Address lists;  // device address of the lists; 0: they are in `table`
   Address stop;   // of the copies of a flag that the host may set while the kernel runs, or 0
@@ -31,7 +32,7 @@ struct KernelArgs {
   // addresses are those of element 0 of each tensor range.
   unsigned items, sources, targets;
   unsigned nitems, nsources, ntargets, divisor;
-  unsigned blocks;     // used by the host only
+  unsigned fills;      // whether a stopped launch fills the rest of its targets with ones
   Address table[448];  // kernel parameters have at most 4 KiB
 };
 
@@ -160,6 +161,14 @@ __device__ __forceinline__ void store(Address address, Vector<kBytes> v) {
 }
 
 #endif
+
+// Fills `kBytes` with ones.
+template <unsigned kBytes>
+__device__ __forceinline__ void store_ones(Address address) {
+  Vector<kBytes> ones;
+  UNROLL for (auto& word : ones.word) word = ~0u;
+  store<kBytes>(address, ones);
+}
 
 // The address of a launch's lists.
 __device__ __forceinline__ Address lists_of(const KernelArgs& args) {

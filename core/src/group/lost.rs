@@ -1,0 +1,196 @@
+//! Calls on GPUs that were lost after their callers had got success: their results are not valid, and the program must
+//! learn of it.
+//!
+//! The loss is logged at once. It is *told* when a call of the same group raises an error, or one of the functions here
+//! does. As long as one is not told, the process ends with a status other than 0.
+//! Thread rule: any thread.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+
+use super::work::SIGNAL_POLL;
+use crate::error::{Error, Result};
+use crate::exit_status::{fail_at_exit, fail_at_exit_while};
+use crate::lock::lock;
+use crate::log::log_line;
+
+/// The first lost call of each group since the job started.
+static LOST: Mutex<Vec<Arc<LostCalls>>> = Mutex::new(Vec::new());
+/// How many of these are not told.
+static UNTOLD: AtomicUsize = AtomicUsize::new(0);
+/// Calls that were enqueued and may still be lost.
+static AT_WORK: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+
+/// The lost calls of a group.
+#[derive(Debug, Default)]
+pub(super) struct LostCalls(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// The error of the first one.
+    error: Option<Error>,
+    /// Whether the program knows that the group has failed.
+    told: bool,
+}
+
+impl LostCalls {
+    /// Adds the call `name` of the rank `rank_name`, lost because of `cause`. Returns its error.
+    pub fn add(self: &Arc<LostCalls>, name: &str, rank_name: &str, cause: &Error) -> Error {
+        let text = format!(
+            "{}; the results of {name}, which {rank_name} had enqueued, are not valid, nor are those of its later calls",
+            cause.detail()
+        );
+        let error = Error::from_code(cause.code(), text);
+        let mut state = lock(&self.0);
+        if state.error.is_none() {
+            state.error = Some(error.clone());
+            lock(&LOST).push(Arc::clone(self));
+            if !state.told {
+                UNTOLD.fetch_add(1, Ordering::SeqCst);
+                fail_at_exit_while(|| UNTOLD.load(Ordering::SeqCst) > 0);
+            }
+            log_line(error.detail());
+        }
+        error
+    }
+
+    /// Notes that the program gets `error`, which ends the group; returns the error with the loss, if there is one.
+    pub fn tell(&self, error: Error) -> Error {
+        let mut state = lock(&self.0);
+        let told = std::mem::replace(&mut state.told, true);
+        match &state.error {
+            None => error,
+            Some(lost) => {
+                if !told {
+                    UNTOLD.fetch_sub(1, Ordering::SeqCst);
+                }
+                if error == *lost {
+                    error
+                } else {
+                    Error::from_code(error.code(), format!("{}; {}", error.detail(), lost.detail()))
+                }
+            }
+        }
+    }
+}
+
+/// The loss of one call, for its handle.
+#[derive(Debug, Clone, Default)]
+pub struct Loss(Arc<OnceLock<(Error, Arc<LostCalls>)>>);
+
+impl Loss {
+    /// The call was lost.
+    pub(super) fn set(&self, error: Error, calls: &Arc<LostCalls>) {
+        // A call is lost once.
+        let _first = self.0.set((error, Arc::clone(calls)));
+    }
+
+    /// The error of the call if it was lost, which is told by that.
+    pub fn told(&self) -> Option<Error> {
+        self.0.get().map(|(error, calls)| calls.tell(error.clone()))
+    }
+}
+
+/// Counts a call that is enqueued, as long as it lives.
+#[derive(Debug)]
+pub(super) struct AtWork(());
+
+impl AtWork {
+    pub fn new() -> AtWork {
+        *lock(&AT_WORK.0) += 1;
+        AtWork(())
+    }
+}
+
+impl Drop for AtWork {
+    fn drop(&mut self) {
+        *lock(&AT_WORK.0) -= 1;
+        AT_WORK.1.notify_all();
+    }
+}
+
+/// The error of a lost call that is not told; then it is.
+///
+/// # Errors
+/// This error.
+pub fn check() -> Result<()> {
+    if UNTOLD.load(Ordering::SeqCst) == 0 {
+        return Ok(());
+    }
+    let lost = lock(&LOST).clone();
+    tell_untold(&lost)
+}
+
+fn tell_untold(lost: &[Arc<LostCalls>]) -> Result<()> {
+    let untold = lost.iter().filter(|calls| !lock(&calls.0).told);
+    let told = untold.map(|calls| calls.told()).collect::<Vec<Error>>();
+    told.into_iter().next().map_or(Ok(()), Err)
+}
+
+/// Waits until the GPU has ended all enqueued calls of this process. Calls `look` from time to time.
+///
+/// # Errors
+/// That of a call that was lost since the job started, also if it is told. Those of `look`.
+pub fn synchronize(look: impl Fn() -> Result<()>) -> Result<()> {
+    let mut at_work = lock(&AT_WORK.0);
+    while *at_work > 0 {
+        at_work = AT_WORK.1.wait_timeout(at_work, SIGNAL_POLL).unwrap_or_else(PoisonError::into_inner).0;
+        if *at_work > 0 {
+            drop(at_work);
+            look()?;
+            at_work = lock(&AT_WORK.0);
+        }
+    }
+    drop(at_work);
+    // A group that adds a call has its own lock first.
+    let lost = lock(&LOST).clone();
+    let told = lost.iter().map(|calls| calls.told()).collect::<Vec<Error>>();
+    told.into_iter().next().map_or(Ok(()), Err)
+}
+
+/// Forgets the lost calls at the end of the job.
+///
+/// # Errors
+/// That of the first one that is not told; the process then ends with a status other than 0.
+pub fn end() -> Result<()> {
+    let lost = std::mem::take(&mut *lock(&LOST));
+    tell_untold(&lost).inspect_err(|_| fail_at_exit())
+}
+
+impl LostCalls {
+    /// The error of the first lost call, which is told by that.
+    fn told(&self) -> Error {
+        let error = lock(&self.0).error.clone();
+        self.tell(error.unwrap_or_else(|| Error::Internal("a call that was not lost".into())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loss_is_told_once_by_whatever_comes_first() {
+        let calls = Arc::new(LostCalls::default());
+        let cause = Error::Timeout("late".into());
+        let error = calls.add("allreduce", "rank 1", &cause);
+        assert!(matches!(&error, Error::Timeout(text) if text.contains("are not valid")), "{error}");
+        assert_eq!(UNTOLD.load(Ordering::SeqCst), 1);
+        calls.add("another", "rank 1", &cause);
+        assert_eq!(UNTOLD.load(Ordering::SeqCst), 1);
+        let told = calls.tell(Error::PeerLost("rank 0 is gone".into()));
+        assert!(matches!(&told, Error::PeerLost(text) if text.starts_with("rank 0") && text.contains("allreduce")));
+        assert_eq!(UNTOLD.load(Ordering::SeqCst), 0);
+        assert_eq!(calls.tell(error.clone()), error);
+        assert_eq!(check(), Ok(()));
+        assert_eq!(synchronize(|| Ok(())), Err(error), "also a loss that is told");
+        assert_eq!(end(), Ok(()));
+        assert_eq!(synchronize(|| Ok(())), Ok(()));
+        // An error before the loss was noticed.
+        let calls = Arc::new(LostCalls::default());
+        assert_eq!(calls.tell(cause.clone()), cause);
+        calls.add("allreduce", "rank 1", &cause);
+        assert_eq!(check(), Ok(()));
+        assert_eq!((UNTOLD.load(Ordering::SeqCst), end()), (0, Ok(())));
+    }
+}

@@ -1,0 +1,239 @@
+//! The watch over a group's calls on a GPU: a thread that polls them until they end.
+//!
+//! If a rank is lost or the deadline of a call passes, it fails the group and unblocks the GPU's streams, so that no
+//! stream waits forever. The calls that are then not complete are lost ([`super::lost`]).
+//! Thread rule: any thread may use a [`Monitor`]; it outlives the threads that enqueue the calls.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, OnceLock};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::lost::AtWork;
+use super::state::GroupState;
+use super::work::Work;
+use crate::affinity::unbind;
+use crate::collective::device::{StreamRelease, TEARDOWN_TIMEOUT, producer};
+use crate::error::{Error, Result};
+use crate::log::log_line;
+use crate::transport::gpu::{Event, LaunchOrder};
+
+/// Maximum sleep between two checks, while a caller is blocked and otherwise.
+const MAX_BLOCKING_SLEEP: Duration = Duration::from_micros(200);
+const MAX_SLEEP: Duration = Duration::from_millis(10);
+
+/// The thread that polls the calls.
+pub(super) struct Monitor {
+    /// Closed before the thread is joined.
+    queue: Option<Sender<Watched>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the thread needs of the group.
+struct Watch {
+    shared: Arc<GroupState>,
+    /// Releases the streams that wait for other ranks, if there are any.
+    streams: Option<Arc<dyn StreamRelease>>,
+    launches: Arc<LaunchOrder>,
+}
+
+/// What has been enqueued of a call.
+pub(super) enum Enqueued {
+    /// All of it, with the event at its end. The caller gets success.
+    All(Event),
+    /// A part, with the event at its end, if anything. The caller gets an error.
+    Part(Option<Event>),
+}
+
+/// Where the thread that enqueues a call tells what it has done, once.
+pub(super) type Progress = Arc<OnceLock<Enqueued>>;
+
+/// A call on which the ranks have agreed.
+struct Watched {
+    work: Arc<Work>,
+    progress: Progress,
+    /// Whether it is known to be lost.
+    is_lost: bool,
+    _at_work: AtWork,
+}
+
+impl Watched {
+    fn blocks_host(&self) -> bool {
+        self.work.call.producer().is_some_and(|producer| producer.blocks_host())
+    }
+
+    /// The group has failed with `error`, and the streams go on without the result of this call.
+    fn lose(&mut self, shared: &GroupState, error: &Error) {
+        if self.is_lost || !matches!(self.progress.get(), Some(Enqueued::All(_))) {
+            return;
+        }
+        self.is_lost = true;
+        // The host gets the error of a call that it waits for.
+        if !self.blocks_host() {
+            let lost = &shared.recorder.lost;
+            self.work.loss.set(lost.add(&self.work.call.full_name(), shared.rank_name(), error), lost);
+        }
+    }
+
+    /// Whether the GPU has finished it, or the driver fails.
+    fn has_ended(&self) -> bool {
+        match self.progress.get() {
+            None => false,
+            Some(Enqueued::Part(None)) => true,
+            Some(Enqueued::All(end) | Enqueued::Part(Some(end))) => {
+                end.context().push().and_then(|_guard| end.is_complete()).unwrap_or(true)
+            }
+        }
+    }
+
+    fn finish(self, result: Result<()>) {
+        if self.blocks_host() {
+            self.work.finish(result);
+        }
+    }
+}
+
+impl Monitor {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// [`Error::System`] if the system refuses a thread.
+    pub fn start(
+        shared: &Arc<GroupState>,
+        streams: Option<Arc<dyn StreamRelease>>,
+        launches: &Arc<LaunchOrder>,
+    ) -> Result<Monitor> {
+        let (sender, receiver) = channel();
+        let watch = Watch { shared: Arc::clone(shared), streams, launches: Arc::clone(launches) };
+        let builder = Builder::new().name(format!("{}.gpu", shared.config.key.name().thread_label()));
+        let spawned = builder.spawn(move || {
+            if let Err(error) = unbind() {
+                log_line(&error.to_string());
+            }
+            watch.run(&receiver);
+        });
+        Ok(Monitor { queue: Some(sender), thread: Some(spawned.map_err(Error::no_thread)?) })
+    }
+
+    /// Watches over a call that is enqueued next. If it blocks the host, one of its parts completes with the GPU's work.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if the thread has ended.
+    pub fn watch(&self, work: &Arc<Work>) -> Result<Progress> {
+        let (progress, no_monitor) = (Progress::default(), || Error::Internal("nobody watches over the GPU".into()));
+        let watched = Watched {
+            work: Arc::clone(work),
+            progress: Arc::clone(&progress),
+            is_lost: false,
+            _at_work: AtWork::new(),
+        };
+        if watched.blocks_host() {
+            work.add_parts(1);
+        }
+        let sent = self.queue.as_ref().ok_or_else(no_monitor)?.send(watched);
+        sent.map(|()| progress).map_err(|unsent| {
+            unsent.0.finish(Err(no_monitor()));
+            no_monitor()
+        })
+    }
+}
+
+impl Drop for Monitor {
+    /// After the calls have ended.
+    fn drop(&mut self) {
+        drop(self.queue.take());
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            log_line("the watch over a team's GPU panicked");
+        }
+    }
+}
+
+impl Watch {
+    /// Polls calls until the GPU has finished them.
+    fn run(&self, calls: &Receiver<Watched>) {
+        while let Ok(watched) = calls.recv() {
+            match self.wait(&watched) {
+                Ok(()) => watched.finish(Ok(())),
+                Err(error) => {
+                    self.shared.fail(&error);
+                    return self.drain_failed(watched, calls, &error);
+                }
+            }
+        }
+    }
+
+    /// Waits until the GPU has finished a call.
+    fn wait(&self, watched: &Watched) -> Result<()> {
+        let Watched { work, progress, .. } = watched;
+        let _guard = producer(&work.call)?.context().push()?;
+        let mut sleep = Duration::from_micros(20);
+        let max_sleep = if watched.blocks_host() { MAX_BLOCKING_SLEEP } else { MAX_SLEEP };
+        loop {
+            match progress.get() {
+                // Another rank may have released this rank's streams.
+                Some(Enqueued::All(end)) if end.is_complete()? => {
+                    let is_released = self.streams.as_ref().is_some_and(|streams| streams.is_released());
+                    return if is_released { Err(self.failure()) } else { Ok(()) };
+                }
+                Some(Enqueued::Part(_)) => return Err(self.failure()),
+                Some(Enqueued::All(_)) | None => {}
+            }
+            let shared = &self.shared;
+            if let Some(error) = shared.failure().or_else(|| shared.region.lost_rank()).or_else(|| overdue(work)) {
+                return Err(error);
+            }
+            std::thread::sleep(sleep);
+            sleep = (2 * sleep).min(max_sleep);
+        }
+    }
+
+    /// The reason why a call has failed, or its stream was released: whoever has seen to that has failed the group first.
+    fn failure(&self) -> Error {
+        let shared = &self.shared;
+        let gone = || Error::PeerLost(format!("another rank has ended {}", shared.config.key.name()));
+        shared.failure().or_else(|| shared.region.lost_rank()).unwrap_or_else(gone)
+    }
+
+    /// After a failure: unblocks the GPU's streams repeatedly until the group ends, because other ranks may undo it. The
+    /// time is unknown: earlier work of the program runs first.
+    fn drain_failed(&self, failed: Watched, calls: &Receiver<Watched>, error: &Error) {
+        let since = Instant::now();
+        let mut pending = vec![failed];
+        loop {
+            pending.extend(calls.try_iter());
+            self.launches.cancel(self.shared.number);
+            if let Some(streams) = &self.streams {
+                // Before the program sees what is left in its tensors.
+                pending.iter_mut().for_each(|watched| watched.lose(&self.shared, error));
+                streams.release();
+            }
+            // The caller gets the tensors back once the GPU no longer uses them.
+            let is_told = |watched: &Watched| {
+                watched.is_lost || self.streams.is_none() || !matches!(watched.progress.get(), Some(Enqueued::All(_)))
+            };
+            let finished =
+                |watched: &Watched| since.elapsed() > TEARDOWN_TIMEOUT || (is_told(watched) && watched.has_ended());
+            let (ended, running): (Vec<_>, Vec<_>) = pending.into_iter().partition(finished);
+            ended.into_iter().for_each(|watched| watched.finish(Err(error.clone())));
+            pending = running;
+            match calls.recv_timeout(MAX_SLEEP) {
+                Ok(watched) => pending.push(watched),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) if pending.is_empty() => return,
+                Err(RecvTimeoutError::Disconnected) => std::thread::sleep(MAX_SLEEP),
+            }
+        }
+    }
+}
+
+fn overdue(work: &Work) -> Option<Error> {
+    let waited = work.record.submitted.elapsed();
+    work.deadline.is_over(waited).then(|| {
+        Error::Timeout(format!(
+            "{} was not complete on the GPU after {:.1} s ({})",
+            work.call.full_name(),
+            waited.as_secs_f64(),
+            work.deadline.set_by
+        ))
+    })
+}
