@@ -1,7 +1,8 @@
-"""GPU arrays of CuPy, Numba and others: objects with ``__cuda_array_interface__`` (version 2 or 3).
+"""GPU arrays of CuPy, Numba and others: objects with ``__cuda_array_interface__`` (version 3, or 2 with a stream).
 
 A call starts after the earlier work on the arrays' stream, and later work on that stream sees the result. The arrays
-name their stream; without one it is the GPU's default stream.
+name their stream; None is the GPU's default stream. Version 2 does not know streams: nothing says when the data of
+such an array is there.
 """
 
 from __future__ import annotations
@@ -94,6 +95,11 @@ def _interface(array: Any, index: int) -> dict[str, Any]:
     found: dict[str, Any] = array.__cuda_array_interface__
     if found.get("strides") is not None and not _is_dense(found):
         raise ArgumentError(f"array {index} is not C-contiguous; pass a contiguous copy of it")
+    if found["version"] < 3 and "stream" not in found:
+        raise ArgumentError(
+            f"array {index}, a {type(array).__name__}, does not name its stream (its __cuda_array_interface__ has "
+            f"version {found['version']}), so no call can wait for its data; pass cupy.from_dlpack(array).copy()"
+        )
     if found.get("mask") is not None:
         raise ArgumentError(f"array {index} has a mask, which cannot be averaged")
     return found

@@ -48,6 +48,7 @@ using namespace fake;
 FAKE_API CUresult cuDevicePrimaryCtxRetain(CUcontext* handle, CUdevice device) {
   if (const CUresult refused = need_device(device)) return refused;
   if (handle == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  if (setting("FAKE_CUDA_EXCLUSIVE", 0) != 0) return CUDA_ERROR_DEVICE_UNAVAILABLE;
   Context& context = contexts().all[static_cast<std::size_t>(device)];
   const std::lock_guard lock(context.lock);
   ++context.retained;

@@ -144,6 +144,9 @@ FAKE_API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
       *value = 4;
       break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_MODE:
+      *value = setting("FAKE_CUDA_EXCLUSIVE", 0) != 0 ? 3 : 0;
+      break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
       *value = capability() / 10;
       break;

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -301,6 +302,12 @@ def test_bad_input_is_refused_and_the_next_call_works() -> None:
         dl_comm.gradients([array, array], out=[array, array])
     with pytest.raises(dl_comm.ArgumentError, match="different streams"):
         dl_comm.gradients([array, other], out=[array, other])
+    # As JAX's arrays: version 2 has no streams.
+    unordered = Array(np.ones(4, "f4"), Stream())
+    interface = {key: value for key, value in unordered.__cuda_array_interface__.items() if key != "stream"}
+    unnamed = SimpleNamespace(__cuda_array_interface__={**interface, "version": 2})
+    with pytest.raises(dl_comm.ArgumentError, match="does not name its stream"):
+        dl_comm.gradients([unnamed], out=[array])
     odd = Array(np.ones(3, "c8"), Stream())
     with pytest.raises(dl_comm.DTypeError, match="<c8"):
         dl_comm.gradients([odd], out=[odd])

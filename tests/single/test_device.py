@@ -410,6 +410,25 @@ def test_a_driver_without_gpus_or_functions_is_reported(fake_cuda: Path, tmp_pat
     assert "panic" not in finished.output
 
 
+def test_another_library_of_the_drivers_other_name_is_refused(fake_cuda: Path, tmp_path: Path) -> None:
+    script = tmp_path / "refused.py"
+    script.write_text(REFUSED)
+    (tmp_path / "libcuda.so").write_bytes((fake_cuda / "libcuda.so.1").read_bytes())
+    finished = start(fake_cuda, 1, [str(script)], 60, LD_LIBRARY_PATH=f"{tmp_path}:{fake_cuda}")
+    assert f"{tmp_path}/libcuda.so is another library" in finished.output, finished.output
+    assert "LD_LIBRARY_PATH" in finished.output, finished.output
+    assert "1., 1." in finished.output
+
+
+def test_a_gpu_for_one_process_is_reported_with_what_to_do(fake_cuda: Path, tmp_path: Path) -> None:
+    script = tmp_path / "refused.py"
+    script.write_text(REFUSED)
+    finished = start(fake_cuda, 1, [str(script)], 60, FAKE_CUDA_EXCLUSIVE="1")
+    assert "EXCLUSIVE_PROCESS" in finished.output, finished.output
+    assert "start MPS" in finished.output, finished.output
+    assert "1., 1." in finished.output
+
+
 @pytest.mark.parametrize(("wanted", "why"), [("nccl", "share a GPU"), ("ipc", "cannot export memory")])
 def test_an_unavailable_path_is_refused_with_the_reason(fake_cuda: Path, tmp_path: Path, wanted: str, why: str) -> None:
     script = tmp_path / "wanted.py"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dl_comm._errors import ArgumentError
-from dl_comm.torch._ops import call
+from dl_comm.torch._ops import call, traced_as
 from dl_comm.torch._ops import ops as _ops
 
 try:  # private to torch; without it inductor drops calls whose results are not used
@@ -95,9 +95,8 @@ def _keep_in_graphs(op: Any) -> None:
 
 
 for _name, _fake in _FAKES.items():
-    torch.library.register_fake(f"dl_comm::{_name}")(_fake)
-    torch.library.register_fake(f"dl_comm::{_name}_no_grad")(_fake)
-    torch.library.register_fake(f"dl_comm::{_name}_out")(_nothing)
+    traced_as(_name, f"{_name}_no_grad")(_fake)
+    traced_as(f"{_name}_out")(_nothing)
     _keep_in_graphs(getattr(_ops, _name).default)
 
 

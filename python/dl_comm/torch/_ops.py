@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -207,19 +207,38 @@ def call(op: Callable[..., Any], *arguments: Any) -> Any:
 
 # Fake kernels, for tracing by the compiler: shapes only.
 
+_Fake = TypeVar("_Fake", bound=Callable[..., Any])
 
-@torch.library.register_fake("dl_comm::average_")  # type: ignore[untyped-decorator]
+
+def traced_as(*names: str) -> Callable[[_Fake], _Fake]:
+    """Register a fake kernel of ops. Compiled graphs run these ops between CUDA graphs, not in them.
+
+    The ranks agree on each call on the host, which a replay of a CUDA graph would leave out.
+    """
+    # Older versions of torch do not ask, and end the capture with the error of the call.
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+
+    def register(fake: _Fake) -> _Fake:
+        for name in names:
+            torch.library.register_fake(f"dl_comm::{name}")(fake)
+            if unsafe is not None:
+                getattr(_ops, name).default.tags.append(unsafe)
+        return fake
+
+    return register
+
+
+@traced_as("average_")
 def _(tensors: list[torch.Tensor], team: int, name: str, labels: str, timeout: float) -> None:
     return None
 
 
-@torch.library.register_fake("dl_comm::broadcast_")  # type: ignore[untyped-decorator]
+@traced_as("broadcast_")
 def _(tensors: list[torch.Tensor], root: int, name: str, labels: str, timeout: float) -> None:
     return None
 
 
-@torch.library.register_fake("dl_comm::average")  # type: ignore[untyped-decorator]
-@torch.library.register_fake("dl_comm::average_no_grad")  # type: ignore[untyped-decorator]
+@traced_as("average", "average_no_grad")
 def _(
     tensors: list[torch.Tensor], team: int, name: str, labels: str, towers: int, timeout: float
 ) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 //!
 //! cudarc panics if the library or a function is missing, so [`start`] checks both before the first call.
 
+use std::ffi::CStr;
 use std::sync::OnceLock;
 
 use cudarc::driver::result::{self, DriverError};
@@ -44,6 +45,7 @@ pub fn start() -> Result<()> {
 }
 
 fn load() -> Result<()> {
+    check_name()?;
     // SAFETY: only looks for the library.
     if !unsafe { sys::is_culib_present() } {
         return Err(Error::System(
@@ -56,6 +58,51 @@ fn load() -> Result<()> {
         found.map_err(|_| Error::System(format!("the NVIDIA driver is too old for dl_comm: it has no {name}")))?;
     }
     check("starting the NVIDIA driver", result::init())
+}
+
+/// Checks that `libcuda.so`, which cudarc asks for first, is the driver that all others ask for. A second one would know
+/// none of their memory.
+fn check_name() -> Result<()> {
+    // First, as another library may call itself by its name.
+    let driver = File::open(c"libcuda.so.1");
+    match (File::open(c"libcuda.so"), driver) {
+        (Some(other), Some(driver)) if other.address != driver.address => Err(Error::System(format!(
+            "{} is another library than the driver of this process, {}, but is found first, as libcuda.so: remove its folder, \
+             such as 'stubs' of CUDA, from LD_LIBRARY_PATH",
+            other.path, driver.path
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// A loaded library.
+struct File {
+    /// Different for each file.
+    address: usize,
+    path: String,
+}
+
+impl File {
+    /// Loads the library with this name, for good, as far as it is not loaded.
+    fn open(name: &CStr) -> Option<File> {
+        // SAFETY: loading the driver has no effect before it is started.
+        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_LAZY) };
+        if handle.is_null() {
+            return None;
+        }
+        // SAFETY: the handle is open; without the function, the symbol is null.
+        let function = unsafe { libc::dlsym(handle, c"cuInit".as_ptr()) };
+        // SAFETY: all fields may be zero.
+        let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
+        // SAFETY: the out pointer is valid.
+        let found = unsafe { libc::dladdr(function, &raw mut info) };
+        if found == 0 || info.dli_fname.is_null() {
+            return None;
+        }
+        // SAFETY: a path that lives as long as the library.
+        let path = unsafe { CStr::from_ptr(info.dli_fname) }.to_string_lossy().into_owned();
+        Some(File { address: info.dli_fbase.addr(), path })
+    }
 }
 
 /// Converts the driver's result of the action `what`; the error has the driver's text.
