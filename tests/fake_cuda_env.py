@@ -11,6 +11,10 @@ PROGRAMS = TESTS / "fake_gpu"
 def environment(libraries: Path) -> dict[str, str]:
     """Selects the CUDA driver in the folder ``libraries``, and makes fake_gpu/arrays.py importable.
 
-    fake_cuda/fake.py is importable too; it has other kinds of memory.
+    fake_cuda/fake.py is importable too; it has other kinds of memory. MPS seems to run.
     """
-    return {"LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": f"{PROGRAMS}:{TESTS}:{TESTS / 'fake_cuda'}"}
+    return {
+        "LD_LIBRARY_PATH": str(libraries),
+        "PYTHONPATH": f"{PROGRAMS}:{TESTS}:{TESTS / 'fake_cuda'}",
+        "CUDA_MPS_PIPE_DIRECTORY": str(TESTS / "fake_cuda" / "mps"),
+    }

@@ -48,6 +48,8 @@ def topology() -> dict[str, Any]:
     - ``reason``: the reason why no faster path is used;
     - ``sync``: "stream" or "host", whichever waits for the other ranks (with "ipc" and "ipc+staged");
     - ``gpu``, ``gpu_name``, ``gpu_uuid``: the GPU; ``mps``: whether NVIDIA's Multi-Process Service runs;
+    - ``advice``: what to do about ranks that share a GPU without it, or None; ``staged_below``: calls of fewer bytes
+      are then "staged", if the path is not demanded;
     - ``device_bytes``: GPU memory that the team has allocated;
     - ``calls_in_chunks``: long calls by "ipc" that copied chunks through this memory, because other ranks cannot open a
       rank's tensors (torch's expandable segments, memory pools).

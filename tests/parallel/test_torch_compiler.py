@@ -82,3 +82,22 @@ def test_ops_pass_opcheck(rank: int, size: int) -> None:
     torch.library.opcheck(ops.allreduce_out.default, out)
     with pytest.raises(RuntimeError, match="reset"):
         ops.broadcast([torch.ones(1)], 0, rank, size + 1, 0, "", -1.0)
+
+
+def test_cuda_graphs_leave_the_calls_out() -> None:
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    if unsafe is None:
+        pytest.skip("this torch does not ask which ops a CUDA graph may hold")
+    torch.compiler.reset()
+    called = []
+
+    def backend(module: torch.fx.GraphModule, _: list[torch.Tensor]) -> object:
+        called.extend(node.target for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    torch.compile(calls, fullgraph=True, backend=backend)(torch.ones(4))
+    ours = {target for target in called if str(target).startswith("dl_comm.")}
+    assert len(ours) >= 8, called
+    assert all(unsafe in target.tags for target in ours), [(target, target.tags) for target in ours]
+    for name in ("average_", "average", "average_no_grad", "broadcast_", "allreduce_out", "all_gather_no_grad"):
+        assert unsafe in getattr(_ops.ops, name).default.tags, name

@@ -145,6 +145,48 @@ dl_comm.finalize()
     assert finished.output.count("DL_COMM_GPU_PATH is nccl, but rank 1: ") == 2, finished.output
 
 
+BY_LENGTH = """
+import numpy as np
+from arrays import Array, Stream, counters, use
+import dl_comm
+
+dl_comm.init()
+use(0)
+KERNELS = 2
+def launches(length):
+    array = Array(np.full(length, 1.0 + dl_comm.rank(), "f4"), Stream())
+    before = counters()[KERNELS]
+    dl_comm.gradients([array], out=[array])
+    assert (array.get() == 1.5).all()
+    return counters()[KERNELS] - before
+counts = [launches(length) > 0 for length in (1000, 500_000, 600_000, 1000)]
+gpu = dl_comm.topology()["teams"][0]["gpu"]
+advice = "start MPS" in str(gpu["advice"])
+print(f"kernels: {counts} {gpu['path']} {gpu['mps']} {gpu['staged_below']} {advice}\\n", end="")
+dl_comm.finalize()
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"CUDA_MPS_PIPE_DIRECTORY": "none"}, "[False, False, True, False] ipc False 2097152 True"),
+        ({"CUDA_MPS_PIPE_DIRECTORY": "none", "DL_COMM_GPU_PATH": "ipc"}, "[True, True, True, True] ipc False 0 True"),
+        ({}, "[True, True, True, True] ipc True 0 False"),
+    ],
+)
+def test_short_calls_go_through_the_host_where_kernels_take_turns(
+    fake_cuda: Path, tmp_path: Path, settings: dict[str, str], expected: str
+) -> None:
+    script = tmp_path / "by_length.py"
+    script.write_text(BY_LENGTH)
+    finished = start(fake_cuda, 2, [str(script)], 60, **settings)
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count(f"kernels: {expected}\n") == 2, finished.output
+    lines = len(re.findall(r"^dl_comm: ranks share a GPU.*start MPS", finished.output, re.M))
+    assert lines == int("CUDA_MPS_PIPE_DIRECTORY" in settings), finished.output
+
+
 LOST = """
 import os, sys, time
 import numpy as np

@@ -18,7 +18,8 @@ use crate::error::{Error, Result};
 use crate::log::log_line;
 use crate::transport::gpu::{Event, LaunchOrder};
 
-/// Maximum sleep between two checks, while a caller is blocked and otherwise.
+/// Minimum sleep between two checks, and maximum while a caller is blocked and otherwise.
+const MIN_SLEEP: Duration = Duration::from_micros(20);
 const MAX_BLOCKING_SLEEP: Duration = Duration::from_micros(200);
 const MAX_SLEEP: Duration = Duration::from_millis(10);
 
@@ -166,8 +167,7 @@ impl Watch {
     fn wait(&self, watched: &Watched) -> Result<()> {
         let Watched { work, progress, .. } = watched;
         let _guard = producer(&work.call)?.context().push()?;
-        let mut sleep = Duration::from_micros(20);
-        let max_sleep = if watched.blocks_host() { MAX_BLOCKING_SLEEP } else { MAX_SLEEP };
+        let (since, mut sleep) = (Instant::now(), MIN_SLEEP);
         loop {
             match progress.get() {
                 // Another rank may have released this rank's streams.
@@ -182,8 +182,14 @@ impl Watch {
             if let Some(error) = shared.failure().or_else(|| shared.region.lost_rank()).or_else(|| overdue(work)) {
                 return Err(error);
             }
-            std::thread::sleep(sleep);
-            sleep = (2 * sleep).min(max_sleep);
+            if !watched.blocks_host() {
+                std::thread::sleep(sleep);
+                sleep = (2 * sleep).min(MAX_SLEEP);
+                continue;
+            }
+            // The caller waits: it learns of the end at most about an eighth late.
+            let pause = (since.elapsed() / 8).min(MAX_BLOCKING_SLEEP);
+            if pause < MIN_SLEEP { std::thread::yield_now() } else { std::thread::sleep(pause) }
         }
     }
 

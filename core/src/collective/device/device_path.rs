@@ -1,6 +1,6 @@
 //! The path of a group's calls on device memory.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use super::ipc::{BOUNCE_BYTES, IpcPath};
 use super::ipc_multi_host::{MultiHostIpc, NUM_BUFFERS, ShardOwner};
 use super::ipc_peers::IpcPeers;
 use super::nccl::NcclPath;
-use super::path::{GpuCapabilities, choose_path};
+use super::path::{GpuCapabilities, choose_path, mps};
 use super::release::StreamRelease;
 use super::settings::{DeviceSettings, Path, PathSetting};
 use super::streams::{DeviceResult, producer, signal_outputs, wait_inputs};
@@ -17,6 +17,7 @@ use crate::collective::channel::Channel;
 use crate::collective::value_allgather::allgather_merge;
 use crate::error::{Error, Result};
 use crate::lock::lock;
+use crate::log::log_line;
 use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, Context, Event, Stream, has_kernel, nccl_version};
 
@@ -25,8 +26,18 @@ pub struct DevicePath {
     context: Arc<Context>,
     path: Path,
     reason: String,
+    /// Whether ranks share a GPU whose kernels take turns.
+    takes_turns: bool,
+    /// Shorter calls go through host memory: copies do not wait for a turn.
+    staged_below: usize,
     state: PathState,
 }
+
+/// From so many bytes on, `ipc` is as fast as host memory where ranks share a GPU whose kernels take turns (H200).
+const STAGED_BELOW: usize = 2 << 20;
+/// What to do then.
+const START_MPS: &str = "ranks share a GPU, and their kernels take turns in time slices: start MPS, NVIDIA's Multi-Process \
+                         Service (nvidia-cuda-mps-control -d)";
 
 enum PathState {
     SingleRank(Stream),
@@ -98,7 +109,14 @@ impl DevicePath {
             Err(reason) if settings.path == PathSetting::Auto => (Path::Staged, reason, PathState::Staged),
             Err(reason) => return Err(Error::Invalid(format!("DL_COMM_GPU_PATH is ipc, but {reason}"))),
         };
-        Ok(DevicePath { context, path, reason, state })
+        let takes_turns = choice.takes_turns;
+        if takes_turns && topology.rank() == 0 {
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| log_line(START_MPS));
+        }
+        let by_length = takes_turns && settings.path == PathSetting::Auto && matches!(path, Path::Ipc(_));
+        let staged_below = if by_length { STAGED_BELOW } else { 0 };
+        Ok(DevicePath { context, path, reason, takes_turns, staged_below, state })
     }
 
     /// The JSON for `dl_comm_describe`.
@@ -111,6 +129,8 @@ impl DevicePath {
             "gpu_name": self.context.name,
             "gpu_uuid": self.context.uuid,
             "mps": mps(),
+            "advice": self.takes_turns.then_some(START_MPS),
+            "staged_below": self.staged_below,
             "nccl": nccl_version().ok().filter(|_| self.path == Path::Nccl),
         })
     }
@@ -157,7 +177,7 @@ impl DevicePath {
     /// Runs `call`, on which the ranks agree, as far as this thread alone can. It is none for [`DevicePath::nccl`].
     pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
         let _guard = self.context.push()?;
-        if self.copies_others() && !call.op.runs_in_device_chunks() {
+        if self.copies_others() && !call.op.runs_in_device_chunks() || call.layout.total() < self.staged_below {
             return Ok(DeviceResult::FallBackToHost);
         }
         match &mut self.state {
@@ -196,13 +216,6 @@ impl DevicePath {
             PathState::SingleRank(_) | PathState::Staged => None,
         }
     }
-}
-
-/// Whether NVIDIA's Multi-Process Service runs. With it, kernels of ranks that share a GPU overlap instead of taking
-/// time slices. The paths are the same, because no kernel waits for another process.
-fn mps() -> bool {
-    let folder = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").unwrap_or_else(|| "/tmp/nvidia-mps".into());
-    std::path::Path::new(&folder).join("control").exists()
 }
 
 /// A call with a single rank, whose result is its input.

@@ -24,6 +24,8 @@ pub(super) struct GpuCapabilities {
     nccl: std::result::Result<i32, String>,
     /// Whether NCCL may have several ranks on a GPU.
     nccl_shares_gpu: bool,
+    /// Whether kernels of several processes run at a time.
+    mps: bool,
     /// Whether streams or the host wait, or why GPU IPC is not available.
     ipc: std::result::Result<SyncMode, String>,
 }
@@ -36,6 +38,7 @@ impl GpuCapabilities {
             uuid: context.uuid.clone(),
             nccl: nccl_version().and_then(|version| context.kernels().map(|_| version)).map_err(short_text),
             nccl_shares_gpu: std::env::var(NCCL_SHARES_GPU).is_ok_and(|value| value.trim() == "1"),
+            mps: mps(),
             ipc: probe(context).map_err(short_text),
         }
     }
@@ -44,6 +47,13 @@ impl GpuCapabilities {
     pub fn lacks_nccl(&mut self, reason: &str) {
         self.nccl = Err(truncated(reason));
     }
+}
+
+/// Whether NVIDIA's Multi-Process Service runs. With it, kernels of ranks that share a GPU overlap instead of taking
+/// time slices.
+pub(super) fn mps() -> bool {
+    let folder = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").unwrap_or_else(|| "/tmp/nvidia-mps".into());
+    std::path::Path::new(&folder).join("control").exists()
 }
 
 /// Limits the text to 300 characters, because it is part of an all-gather: a compiler's log would not fit.
@@ -59,6 +69,8 @@ pub(super) struct PathChoice {
     pub reason: String,
     /// Whether no two ranks share a GPU.
     pub own_gpus: bool,
+    /// Whether ranks share a GPU whose kernels take turns in time slices.
+    pub takes_turns: bool,
     /// Why the requested path is not available.
     unavailable: Option<String>,
 }
@@ -77,7 +89,11 @@ impl PathChoice {
 /// The path for these capabilities; the same on every rank.
 pub(super) fn choose_path(capabilities: &[GpuCapabilities], wanted: PathSetting, topology: &Topology) -> PathChoice {
     let own_gpus = shared_gpu(capabilities).is_none();
-    let choice = |path, reason: &str| PathChoice { path, reason: reason.to_owned(), own_gpus, unavailable: None };
+    let takes_turns = !own_gpus && !capabilities.iter().all(|rank| rank.mps);
+    let choice = |path, reason: &str| {
+        let reason = reason.to_owned();
+        PathChoice { path, reason, own_gpus, takes_turns, unavailable: None }
+    };
     if capabilities.len() == 1 {
         return choice(Path::SingleRank, "");
     }
@@ -151,7 +167,8 @@ mod tests {
     use super::*;
 
     fn gpu(uuid: &str) -> GpuCapabilities {
-        GpuCapabilities { uuid: uuid.into(), nccl: Ok(22809), nccl_shares_gpu: false, ipc: Ok(SyncMode::Stream) }
+        let (nccl, ipc) = (Ok(22809), Ok(SyncMode::Stream));
+        GpuCapabilities { uuid: uuid.into(), nccl, nccl_shares_gpu: false, mps: false, ipc }
     }
 
     fn choose(capabilities: &[GpuCapabilities], hosts: &[usize], wanted: PathSetting) -> PathChoice {
@@ -170,6 +187,14 @@ mod tests {
         assert_eq!(shared.path, Path::Ipc(SyncMode::Stream));
         assert!(shared.reason.contains("ranks 0 and 1 share a GPU"), "{}", shared.reason);
         assert_eq!(choose(&[gpu("a")], &[0], PathSetting::Nccl).path, Path::SingleRank);
+    }
+
+    #[test]
+    fn ranks_take_turns_on_a_gpu_without_mps() {
+        let [with, without] = [true, false].map(|mps| GpuCapabilities { mps, ..gpu("a") });
+        assert!(choose(&[with.clone(), without.clone()], &[0, 0], PathSetting::Auto).takes_turns);
+        assert!(!choose(&[with.clone(), with], &[0, 0], PathSetting::Auto).takes_turns);
+        assert!(!choose(&[without, gpu("b")], &[0, 0], PathSetting::Auto).takes_turns);
     }
 
     #[test]
