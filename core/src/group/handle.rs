@@ -44,8 +44,7 @@ impl Progress {
 
 impl CallState {
     fn result(&self, progress: &Progress) -> Option<Result<()>> {
-        let result = progress.result()?.clone();
-        Some(result.and_then(|()| self.loss.told().map_or(Ok(()), Err)))
+        Some(self.loss.told(progress.result()?.clone()))
     }
 
     fn end(&self, result: Result<()>) {

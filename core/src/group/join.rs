@@ -9,7 +9,6 @@ use std::sync::Arc;
 
 use super::handle::CallHandle;
 use super::join_state::{JoinState, last};
-use super::lost::Loss;
 use super::submit::Group;
 use super::work::{CallOptions, Role, Timeout};
 use crate::buffer::{Buffer, Tensor};
@@ -53,7 +52,7 @@ impl Group {
         let (handle, done) = CallHandle::new(None);
         // The call owns the state, too.
         let role = Role::Join(Arc::clone(&state));
-        self.run(self.accept(self.work(call, role, false, timeout, done, Loss::default()), false));
+        self.run(self.accept(self.work(call, role, false, timeout, done, None), false));
         Ok(Join { handle, state })
     }
 }

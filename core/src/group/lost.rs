@@ -74,20 +74,40 @@ impl LostCalls {
     }
 }
 
-/// The loss of one call, for its handle.
+/// The loss of one call, for its handle: the program hears of what happens to the call when it asks the handle.
 #[derive(Debug, Clone, Default)]
-pub struct Loss(Arc<OnceLock<(Error, Arc<LostCalls>)>>);
+pub struct Loss(Arc<CallLoss>);
+
+#[derive(Debug, Default)]
+struct CallLoss {
+    /// The lost calls of its group.
+    calls: OnceLock<Arc<LostCalls>>,
+    error: OnceLock<Error>,
+}
 
 impl Loss {
-    /// The call was lost.
-    pub(super) fn set(&self, error: Error, calls: &Arc<LostCalls>) {
-        // A call is lost once.
-        let _first = self.0.set((error, Arc::clone(calls)));
+    /// The call is one of the group of `calls`.
+    pub(super) fn of(&self, calls: &Arc<LostCalls>) {
+        // A call has one group.
+        let _first = self.0.calls.set(Arc::clone(calls));
     }
 
-    /// The error of the call if it was lost, which is told by that.
-    pub fn told(&self) -> Option<Error> {
-        self.0.get().map(|(error, calls)| calls.tell(error.clone()))
+    /// The call was lost.
+    pub(super) fn set(&self, error: Error) {
+        // A call is lost once.
+        let _first = self.0.error.set(error);
+    }
+
+    /// The result that the program hears: `result`, or the error of the loss.
+    ///
+    /// # Errors
+    /// Those.
+    pub(super) fn told(&self, result: Result<()>) -> Result<()> {
+        let result = result.and_then(|()| self.0.error.get().map_or(Ok(()), |error| Err(error.clone())));
+        match (result, self.0.calls.get()) {
+            (Err(error), Some(calls)) if !error.is_recoverable() => Err(calls.tell(error)),
+            (result, _) => result,
+        }
     }
 }
 

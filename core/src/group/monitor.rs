@@ -72,7 +72,8 @@ impl Watched {
         // The host gets the error of a call that it waits for.
         if !self.blocks_host() {
             let lost = &shared.recorder.lost;
-            self.work.loss.set(lost.add(&self.work.call.full_name(), shared.rank_name(), error), lost);
+            let error = lost.add(&self.work.call.full_name(), shared.rank_name(), error);
+            self.work.loss.iter().for_each(|loss| loss.set(error.clone()));
         }
     }
 

@@ -106,7 +106,7 @@ impl Group {
         let result = wait_for_result(
             || self.shared.process_groups.interrupt(),
             |done| {
-                let work = self.work(*call, Role::Own, true, timeout, done, Loss::default());
+                let work = self.work(*call, Role::Own, true, timeout, done, None);
                 self.run_here(guard, &work, Some(posted));
             },
         );
@@ -136,7 +136,7 @@ impl Group {
                 return Some(handle);
             }
         };
-        let work = self.work(*call, Role::Own, false, timeout, done, handle.loss());
+        let work = self.work(*call, Role::Own, false, timeout, done, None);
         guard.hold(&work, posted);
         Some(handle.of_held(HeldCall::new(&self.shared, &self.executor, work)))
     }
@@ -158,8 +158,12 @@ impl Group {
 
     /// Validates and lays out a call without submitting it. The call takes the names of the tensors out of `options`.
     pub(crate) fn new_call(&self, op: Op, replicas: Vec<Vec<Tensor>>, options: &mut CallOptions) -> Result<Call> {
+        options.loss.iter().for_each(|loss| loss.of(&self.shared.recorder.lost));
         if let Some(error) = self.shared.failure() {
-            return Err(self.shared.recorder.lost.tell(error));
+            return Err(match &options.loss {
+                Some(_) => error,
+                None => self.shared.recorder.lost.tell(error),
+            });
         }
         if signals::checking() {
             let text = "a handler of a signal called dl_comm while its thread waits in a call; let the call end first";
@@ -206,7 +210,7 @@ impl Group {
         blocks: bool,
         timeout: Timeout,
         done: OnComplete,
-        loss: Loss,
+        loss: Option<Loss>,
     ) -> Arc<Work> {
         let deadline = self.shared.deadline(timeout);
         let thread = self.shared.callers.record(blocks);

@@ -73,8 +73,8 @@ pub struct CallOptions {
     pub device: Option<Device>,
     /// The lengths of the blocks.
     pub counts: Counts,
-    /// Learns that the call was lost after its completion.
-    pub loss: Loss,
+    /// That of the handle of the call, which tells the program its result; `None` if `done` does.
+    pub loss: Option<Loss>,
 }
 
 /// The deadline of a call.
@@ -127,8 +127,8 @@ pub(super) struct Work {
     /// The copies of a call on device memory that were started early.
     host_copy: Mutex<Option<HostCopy>>,
     recorder: Arc<Recorder>,
-    /// Learns that the call was lost after its completion.
-    pub loss: Loss,
+    /// As in [`CallOptions`].
+    pub loss: Option<Loss>,
     /// Where a call on device memory starts among those of its GPU, until that is decided.
     place: Mutex<Option<Place>>,
     parts: AtomicUsize,
@@ -148,7 +148,7 @@ impl Work {
         recorder: Arc<Recorder>,
     ) -> Work {
         Work {
-            loss: Loss::default(),
+            loss: None,
             place: Mutex::default(),
             call,
             role,
@@ -167,8 +167,8 @@ impl Work {
         }
     }
 
-    /// This work, whose loss `loss` learns of, with the last place on its GPU, if it is on one.
-    pub fn submitted(self, group: u64, loss: Loss) -> Work {
+    /// This work, with the last place on its GPU, if it is on one. `loss` as in [`CallOptions`].
+    pub fn submitted(self, group: u64, loss: Option<Loss>) -> Work {
         let place = self.call.producer().map(|producer| Place::new(&producer.context().launches, group));
         Work { loss, place: Mutex::new(place), ..self }
     }
@@ -311,7 +311,9 @@ impl Work {
             drop(self.take_place());
         }
         let result = match result {
-            Err(error) if on_complete.is_some() && !error.is_recoverable() => Err(self.recorder.lost.tell(error)),
+            Err(error) if on_complete.is_some() && self.loss.is_none() && !error.is_recoverable() => {
+                Err(self.recorder.lost.tell(error))
+            }
             result => result,
         };
         if let Some(on_complete) = on_complete {

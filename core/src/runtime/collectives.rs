@@ -89,7 +89,7 @@ pub unsafe fn start(
 ) -> Result<CallHandle> {
     check_fork()?;
     let (handle, done) = CallHandle::new(then);
-    let options = CallOptions { loss: handle.loss(), ..options };
+    let options = CallOptions { loss: Some(handle.loss()), ..options };
     // SAFETY: the caller's promise.
     unsafe { submit(group, request, tensors, options, done) };
     Ok(handle)
