@@ -9,6 +9,7 @@ struct Counters {
   std::atomic<long> allocations{0};
   std::atomic<long> launches{0};
   std::atomic<long> copies{0};
+  std::atomic<long> queries{0};
 };
 
 Counters& counters();

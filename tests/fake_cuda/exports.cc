@@ -21,10 +21,11 @@ FAKE_API void* fake_cuda_host_address(CUdeviceptr address, std::size_t bytes, co
   return host_of(address);
 }
 
-FAKE_API void fake_cuda_counters(long out[4]) {
+FAKE_API void fake_cuda_counters(long out[5]) {
   out[0] = counters().allocations;
   out[1] = 0;
   for (int device = 0; device < device_count(); ++device) out[1] += static_cast<long>(bytes_in_use(device));
   out[2] = counters().launches;
   out[3] = counters().copies;
+  out[4] = counters().queries;
 }

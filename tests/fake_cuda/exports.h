@@ -13,8 +13,8 @@ FAKE_API CUresult fake_cuda_enqueue(CUstream stream, void (*function)(void*), vo
 FAKE_API void* fake_cuda_host_address(CUdeviceptr address, std::size_t bytes, const char* what);
 
 // Device allocations so far; bytes of device memory in use (allocated, or freed but open in other processes); kernel
-// launches; copies. Launches and copies count when enqueued.
-FAKE_API void fake_cuda_counters(long out[4]);
+// launches; copies; questions about an address. Launches and copies count when enqueued.
+FAKE_API void fake_cuda_counters(long out[5]);
 
 FAKE_API CUresult cuCtxGetDevice(CUdevice* device);
 FAKE_API CUresult cuCtxGetCurrent(CUcontext* context);

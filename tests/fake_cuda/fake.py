@@ -217,8 +217,8 @@ def average(
 
 
 def counters() -> list[int]:
-    """Numbers of allocations, bytes in use, kernel launches and copies."""
-    out = (ctypes.c_long * 4)()
+    """Numbers of allocations, bytes in use, kernel launches, copies and questions about an address."""
+    out = (ctypes.c_long * 5)()
     cuda.fake_cuda_counters(out)
     return list(out)
 

@@ -3,6 +3,7 @@
 // The real cuMemFree waits for the device; this one does so only with FAKE_CUDA_WAITING_CALLS=1. No caller may rely on
 // that wait: an operation that uses freed memory aborts when it runs.
 #include "abort.h"
+#include "counters.h"
 #include "memory.h"
 #include "stream.h"
 
@@ -109,6 +110,7 @@ FAKE_API CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, std::size_t* size, 
 }
 
 FAKE_API CUresult cuPointerGetAttribute(void* out, CUpointer_attribute attribute, CUdeviceptr address) {
+  ++counters().queries;
   if (const CUresult refused = need_init()) return refused;
   const KeepAlive region = known(address);
   if (out == nullptr || region == nullptr) return CUDA_ERROR_INVALID_VALUE;

@@ -30,11 +30,11 @@ def use(ordinal: int) -> None:
 
 
 def counters() -> list[int]:
-    """This process's numbers of allocations, bytes in use, kernel launches and copies.
+    """This process's numbers of allocations, bytes in use, kernel launches, copies and questions about an address.
 
     Memory that was freed is in use as long as others have it open.
     """
-    numbers = (ctypes.c_long * 4)()
+    numbers = (ctypes.c_long * 5)()
     _cuda.fake_cuda_counters(numbers)
     return list(numbers)
 

@@ -46,7 +46,7 @@ DRIVERS = {
 }
 # Tests of test_arrays.py that cover each path.
 WAYS = (
-    "path or (same_bits and f4) or many_arrays or 65537-f4 or 300001-f4 or broadcasts or freed or pool or 100-chunks "
+    "path or (same_bits and f4) or many_arrays or 65537-f4 or 2200001-f4 or broadcasts or freed or pool or 100-chunks "
     "or side_by_side"
 )
 
@@ -224,9 +224,9 @@ print("ended")
     [
         ("ipc", "before", 100),
         pytest.param("ipc", "in", 100, marks=pytest.mark.heavy),
-        ("ipc", "in", 200000),
-        ("staged", "in", 200000),
-        pytest.param("nccl", "before", 200000, marks=pytest.mark.heavy),
+        ("ipc", "in", 600000),
+        ("staged", "in", 600000),
+        pytest.param("nccl", "before", 600000, marks=pytest.mark.heavy),
         ("nccl", "in", 100),
     ],
 )
@@ -311,8 +311,8 @@ import dl_comm
 dl_comm.init()
 GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
 use(dl_comm.local_rank() % GPUS)
-array = Array(np.ones(200000, "f4"), Stream())
-call = (array.address.value, 200000, dl_comm.local_rank() % GPUS, array.stream.handle.value)
+array = Array(np.ones(600000, "f4"), Stream())
+call = (array.address.value, 600000, dl_comm.local_rank() % GPUS, array.stream.handle.value)
 print(f"code: {blocking_device_call(*call, 'first')}\\n", end="")
 if dl_comm.rank() == 1:
     array.stream.sleep(5000)

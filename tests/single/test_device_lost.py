@@ -105,8 +105,8 @@ def reports(finished: Finished, name: str) -> set[str]:
     ("path", "length", "how", "error"),
     [
         ("ipc", 1000, "late", "TimeoutError"),
-        ("nccl", 300_000, "late", "TimeoutError"),
-        ("ipc", 300_000, "gone", "PeerLostError"),
+        ("nccl", 600_000, "late", "TimeoutError"),
+        ("ipc", 600_000, "gone", "PeerLostError"),
         ("nccl", 1000, "gone", "PeerLostError"),
     ],
 )
@@ -124,7 +124,7 @@ def test_everything_that_asks_reports_the_loss(
         assert finished.returncode == 0, finished.output
 
 
-@pytest.mark.parametrize(("path", "length"), [("ipc", 300_000), ("nccl", 1000)])
+@pytest.mark.parametrize(("path", "length"), [("ipc", 600_000), ("nccl", 1000)])
 def test_finalize_reports_the_loss_of_the_last_call(fake_cuda: Path, tmp_path: Path, path: str, length: int) -> None:
     finished = lose(fake_cuda, tmp_path, path, length, "late", "finalize")
     assert reports(finished, "finalize") == {"TimeoutError True"}, finished.output

@@ -44,6 +44,9 @@ pub(super) struct Batch {
 
 /// Minimum bytes of an item: two vectors for each thread of a block.
 const MIN_ITEM_BYTES: usize = 8 << 10;
+/// About as many items fit the parameters, with the addresses of some tensors: up to twice the minimum, items are so long
+/// that they do, as an upload costs more.
+const ITEMS_IN_PARAMETERS: usize = 160;
 /// Maximum elements of an item without sources.
 const MAX_FILLED: usize = 1 << 30;
 /// Number of items that keeps a GPU busy: nearly four for each block of 132 multiprocessors with three blocks each,
@@ -54,7 +57,8 @@ impl Batch {
     /// Clears the batch, for ranges with these numbers of sources and targets and `bytes` in all.
     pub fn start(&mut self, sources: usize, targets: usize, bytes: usize) {
         self.shape = (sources, targets);
-        self.item_bytes = (bytes / TARGET_ITEMS).next_multiple_of(MIN_ITEM_BYTES).max(MIN_ITEM_BYTES);
+        let fitting = (bytes / ITEMS_IN_PARAMETERS).min(2 * MIN_ITEM_BYTES);
+        self.item_bytes = (bytes / TARGET_ITEMS).max(fitting).next_multiple_of(MIN_ITEM_BYTES).max(MIN_ITEM_BYTES);
         self.items.clear();
         self.sources.clear();
         self.targets.clear();

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, Once};
 
 use serde_json::{Value, json};
 
-use super::ipc::{BOUNCE_BYTES, IpcPath};
+use super::ipc::{IpcPath, MIN_BOUNCE_BYTES, bounce_bytes};
 use super::ipc_multi_host::{MultiHostIpc, NUM_BUFFERS, ShardOwner};
 use super::ipc_peers::IpcPeers;
 use super::nccl::NcclPath;
@@ -79,7 +79,8 @@ impl DevicePath {
                     }
                 },
                 Path::Ipc(sync) => {
-                    let opened = IpcPeers::new(channel, &context, sync, BOUNCE_BYTES, Ok(()), wait_ctx)?;
+                    let opened =
+                        IpcPeers::new(channel, &context, sync, bounce_bytes(topology.size()), Ok(()), wait_ctx)?;
                     match opened {
                         Ok((peers, ())) => {
                             let (sync, path) = (peers.sync, IpcPath::new(peers, choice.own_gpus)?);
@@ -90,7 +91,7 @@ impl DevicePath {
                 }
                 Path::IpcStaged(sync) => {
                     let shard_owners = ShardOwner::all(&context, &topology, settings.chunk);
-                    let bounce = (NUM_BUFFERS * settings.chunk).max(BOUNCE_BYTES);
+                    let bounce = (NUM_BUFFERS * settings.chunk).max(MIN_BOUNCE_BYTES);
                     let opened = IpcPeers::new(channel, &context, sync, bounce, shard_owners, wait_ctx)?;
                     match opened {
                         Ok((peers, shard_owners)) => {

@@ -11,7 +11,7 @@
 //! released ([`super::release`]). After a large call, whose outputs the other ranks write, it does nothing else.
 //! Thread rule: used by one thread; any thread may release the streams.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::batch::Launcher;
@@ -29,14 +29,26 @@ use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, Event, ExportUpdates, PeerImports, ReportedExports};
 use crate::wire_layout::{TensorRange, slice};
 
-/// Largest one-shot call, in bytes.
-const ONE_SHOT_MAX_BYTES: usize = 256 << 10;
-/// Two one-shot buffers. A smaller allocation would share a driver block with other memory of the process and expose
-/// that to the peers.
-pub(super) const BOUNCE_BYTES: usize = 2 << 20;
+/// What the ranks of a one-shot call read of each other's memory at most, in bytes: each reads the input of all. A two-shot
+/// call reads and writes less, but takes two more stream barriers and an exchange of addresses.
+const ONE_SHOT_READ_BYTES: usize = 4 << 20;
+/// A smaller allocation would share a driver block with other memory of the process and expose that to the peers.
+pub(super) const MIN_BOUNCE_BYTES: usize = 2 << 20;
+
+/// Largest one-shot call of so many ranks, in bytes.
+fn one_shot_max(ranks: usize) -> usize {
+    ONE_SHOT_READ_BYTES / ranks.max(1) / 4096 * 4096
+}
+
+/// Bytes of a bounce buffer: two one-shot calls.
+pub(super) fn bounce_bytes(ranks: usize) -> usize {
+    (2 * one_shot_max(ranks)).max(MIN_BOUNCE_BYTES)
+}
 /// Maximum blocks of a kernel between GPUs. The links are the bottleneck, and more blocks would take multiprocessors
 /// from the backward pass. (NCCL uses up to 32 for an allreduce over NVLink.)
 const LINK_BLOCKS: u32 = 48;
+/// Exports that a call does not use, and that it checks: each costs a call of the driver.
+const SWEPT_EXPORTS: usize = 8;
 /// Bytes of a chunk if peers cannot access the tensors; large, to amortize its stream barriers.
 const CHUNK_BYTES: usize = 8 << 20;
 /// Number of chunk buffers: one is packed while another may still be read.
@@ -63,7 +75,7 @@ enum Chunks {
 }
 
 impl IpcPath {
-    /// For ranks with open IPC memory and bounce buffers of [`BOUNCE_BYTES`] bytes. `own_gpus`: no two ranks share a
+    /// For ranks with open IPC memory and bounce buffers of [`bounce_bytes`] bytes. `own_gpus`: no two ranks share a
     /// GPU.
     pub fn new(peers: IpcPeers, own_gpus: bool) -> Result<IpcPath> {
         let mut launcher = peers.launcher()?;
@@ -87,7 +99,7 @@ impl IpcPath {
             wait_inputs(call, &self.peers.stream)?;
             return signal_outputs(call, &self.peers.stream).map(DeviceResult::Enqueued);
         }
-        if total <= ONE_SHOT_MAX_BYTES {
+        if total <= one_shot_max(self.peers.imports.len()) {
             return self.one_shot(channel, call, wait_ctx).map(DeviceResult::Enqueued);
         }
         match self.exchange_addresses(channel, call, wait_ctx)? {
@@ -99,7 +111,7 @@ impl IpcPath {
     /// Each rank computes the whole result from all bounce buffers. Two buffers alternate: a rank that reaches a call
     /// has finished reading the buffers of the call before.
     fn one_shot(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<Event> {
-        let at = (self.num_one_shots % 2 * ONE_SHOT_MAX_BYTES) as u64;
+        let at = (self.num_one_shots % 2 * one_shot_max(self.peers.imports.len())) as u64;
         self.num_one_shots += 1;
         let total = call.layout.total();
         let root = root(call, &channel.topology);
@@ -164,12 +176,13 @@ impl IpcPath {
     /// The IPC update of this rank for `call`.
     fn update(&mut self, call: &Call, max_words: usize) -> Result<IpcUpdate> {
         let mut exports = self.peers.context.exports();
-        exports.forget_freed();
+        exports.sweep(SWEPT_EXPORTS);
         let (mut used, mut addresses, mut visible) = (BTreeMap::new(), TensorAddresses::default(), true);
+        let mut alive = BTreeSet::new();
         for tensor in call.layout.tensors() {
             let (read, written) = call.tensors(0)[tensor].buffer.byte_ranges();
             for span in [read, written] {
-                match exports.locate(span.start as u64, span.len() as u64)? {
+                match exports.locate(span.start as u64, span.len() as u64, &mut alive)? {
                     Some(export) => {
                         visible &= addresses.push(span.start as u64, &export);
                         used.insert(export.id, export);

@@ -2,6 +2,7 @@
 //!
 //! Thread rule: any thread may use [`StreamFlags`]; the rest is plain data.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -121,7 +122,7 @@ pub(super) fn probe(context: &Arc<Context>) -> Result<SyncMode> {
     let _guard = context.push()?;
     context.kernels()?;
     let memory = DeviceBuffer::new(context, COUNTER_BYTES)?;
-    if context.exports().locate(memory.address(), 1)?.is_none() {
+    if context.exports().locate(memory.address(), 1, &mut BTreeSet::new())?.is_none() {
         return Err(Error::System("cannot export memory to other ranks (cuIpcGetMemHandle)".into()));
     }
     let stream = Stream::new(context)?;
@@ -189,7 +190,8 @@ pub(super) fn exported(context: &Arc<Context>, bytes: usize) -> Result<(DeviceBu
     let mut exports = context.exports();
     exports.forget_freed();
     let unavailable = || Error::System("GPU memory cannot be exported".into());
-    let export = exports.locate(memory.address(), bytes as u64)?.ok_or_else(unavailable)?;
+    let located = exports.locate(memory.address(), bytes as u64, &mut BTreeSet::new())?;
+    let export = located.ok_or_else(unavailable)?;
     Ok((memory, export))
 }
 

@@ -2,7 +2,8 @@
 //!
 //! A process exports an allocation once, and each peer process opens it once, for all of its groups. The driver's
 //! buffer id identifies an allocation. Ids are never reused: an allocation at a reused address is a new export.
-//! The owner checks for freed exports in each call that exchanges addresses of tensors, and its peers then close them.
+//! The owner checks for freed exports in each call that exchanges addresses of tensors, and its peers then close them: those
+//! that the call uses, and a few others in turn, as each check is a call of the driver.
 //! CUDA leaves freeing memory that is open elsewhere undefined; drivers free it after the last close.
 //! The driver refuses to open memory that overlaps an open allocation of the same owner (UCX, issue 2738). The owner
 //! has freed such an allocation, so it is closed first.
@@ -42,14 +43,28 @@ impl ExportedAllocation {
 pub struct IpcExports {
     /// By start address.
     known: BTreeMap<Address, ExportedAllocation>,
+    /// Where [`IpcExports::sweep`] goes on.
+    next: Address,
     /// The ranks of the job to which some group has reported an id, of freed allocations too.
     reported: BTreeMap<u64, BTreeSet<usize>>,
 }
 
 impl IpcExports {
-    /// Removes allocations that were freed since the last call.
+    /// Removes allocations that were freed.
     pub fn forget_freed(&mut self) {
-        self.known.retain(|&start, export| id_of(start).ok() == Some(export.id));
+        self.known.retain(|_, export| is_alive(export));
+    }
+
+    /// As [`IpcExports::forget_freed`], for the next `count` allocations only.
+    pub fn sweep(&mut self, count: usize) {
+        for _ in 0..count.min(self.known.len()) {
+            let next = self.known.range(self.next..).next().or_else(|| self.known.iter().next());
+            let Some((start, export)) = next.map(|(start, export)| (*start, *export)) else { return };
+            if !is_alive(&export) {
+                self.known.remove(&start);
+            }
+            self.next = start + 1;
+        }
     }
 
     /// Updates for a group of the ranks `peers` of the job, at most `max_updates` of each kind, before a call that uses
@@ -83,23 +98,43 @@ impl IpcExports {
     }
 
     /// The export that contains the `len` bytes at `address`; creates it if necessary. `None` if CUDA IPC cannot export
-    /// the memory, which is so for memory pools and for the virtual memory functions.
+    /// the memory, which is so for memory pools and for the virtual memory functions. Exports with an id in `alive` are
+    /// known not to be freed; others are checked, and added.
     ///
     /// # Errors
     /// [`Error::System`] if `address` is no device memory.
-    pub fn locate(&mut self, address: Address, len: u64) -> Result<Option<ExportedAllocation>> {
-        let found = self.known.range(..=address).next_back().map(|(_, export)| *export);
-        let export = match found.filter(|export| export.range().contains(&address)) {
+    pub fn locate(
+        &mut self,
+        address: Address,
+        len: u64,
+        alive: &mut BTreeSet<u64>,
+    ) -> Result<Option<ExportedAllocation>> {
+        let export = match self.known_at(address, alive) {
             Some(export) => export,
             None => match self.export(address)? {
                 Some(export) => export,
                 None => return Ok(None),
             },
         };
+        alive.insert(export.id);
         if address + len > export.range().end {
             return Err(Error::System("a tensor is longer than the memory that it is in".into()));
         }
         Ok(Some(export))
+    }
+
+    /// The known export that contains `address`. Removes those before it that were freed.
+    fn known_at(&mut self, address: Address, alive: &BTreeSet<u64>) -> Option<ExportedAllocation> {
+        loop {
+            let (&start, &export) = self.known.range(..=address).next_back()?;
+            if !export.range().contains(&address) {
+                return None;
+            }
+            if alive.contains(&export.id) || is_alive(&export) {
+                return Some(export);
+            }
+            self.known.remove(&start);
+        }
     }
 
     fn export(&mut self, address: Address) -> Result<Option<ExportedAllocation>> {
@@ -125,6 +160,11 @@ impl IpcExports {
         self.known.insert(start, export);
         Ok(Some(export))
     }
+}
+
+/// Whether the allocation of an export has not been freed.
+fn is_alive(export: &ExportedAllocation) -> bool {
+    id_of(export.start).ok() == Some(export.id)
 }
 
 /// The driver's id of the allocation that contains `address`.
