@@ -7,12 +7,15 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
-use super::work::SIGNAL_POLL;
 use crate::error::{Error, Result};
 use crate::exit_status::{fail_at_exit, fail_at_exit_while};
 use crate::lock::lock;
 use crate::log::log_line;
+
+/// How often a wait looks for signals.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// The first lost call of each group since the job started.
 static LOST: Mutex<Vec<Arc<LostCalls>>> = Mutex::new(Vec::new());
@@ -154,7 +157,7 @@ fn tell_untold(lost: &[Arc<LostCalls>]) -> Result<()> {
 pub fn synchronize(look: impl Fn() -> Result<()>) -> Result<()> {
     let mut at_work = lock(&AT_WORK.0);
     while *at_work > 0 {
-        at_work = AT_WORK.1.wait_timeout(at_work, SIGNAL_POLL).unwrap_or_else(PoisonError::into_inner).0;
+        at_work = AT_WORK.1.wait_timeout(at_work, LOOK_EVERY).unwrap_or_else(PoisonError::into_inner).0;
         if *at_work > 0 {
             drop(at_work);
             look()?;

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::log::log_line;
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Context, Event, Stream, has_kernel, nccl_version};
+use crate::transport::gpu::{Address, Context, Event, Stream, TAKE_TURNS, has_kernel, nccl_version};
 
 /// The resources of a group for calls on device memory, created by its first such call.
 pub struct DevicePath {
@@ -35,10 +35,6 @@ pub struct DevicePath {
 
 /// From so many bytes on, `ipc` is as fast as host memory where ranks share a GPU whose kernels take turns (H200).
 const STAGED_BELOW: usize = 2 << 20;
-/// What to do then.
-const START_MPS: &str = "ranks share a GPU, and their kernels take turns in time slices: start MPS, NVIDIA's Multi-Process \
-                         Service (nvidia-cuda-mps-control -d)";
-
 enum PathState {
     SingleRank(Stream),
     Nccl(Arc<Mutex<NcclPath>>),
@@ -113,7 +109,7 @@ impl DevicePath {
         let takes_turns = choice.takes_turns;
         if takes_turns && topology.rank() == 0 {
             static ONCE: Once = Once::new();
-            ONCE.call_once(|| log_line(START_MPS));
+            ONCE.call_once(|| log_line(TAKE_TURNS));
         }
         let by_length = takes_turns && settings.path == PathSetting::Auto && matches!(path, Path::Ipc(_));
         let staged_below = if by_length { STAGED_BELOW } else { 0 };
@@ -130,7 +126,7 @@ impl DevicePath {
             "gpu_name": self.context.name,
             "gpu_uuid": self.context.uuid,
             "mps": mps(),
-            "advice": self.takes_turns.then_some(START_MPS),
+            "advice": self.takes_turns.then_some(TAKE_TURNS),
             "staged_below": self.staged_below,
             "nccl": nccl_version().ok().filter(|_| self.path == Path::Nccl),
         })

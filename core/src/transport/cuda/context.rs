@@ -18,6 +18,10 @@ use super::launch_order::LaunchOrder;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
+/// What is to be said to ranks that share a GPU without MPS.
+pub const TAKE_TURNS: &str = "ranks share a GPU, and their kernels take turns in time slices: start MPS, NVIDIA's \
+                              Multi-Process Service (nvidia-cuda-mps-control -d)";
+
 /// The primary context of a GPU, with its kernels and IPC tables.
 pub struct Context {
     /// The number of the GPU in this process.
