@@ -17,6 +17,7 @@ import os, sys, time
 import numpy as np
 from arrays import Array, Stream, use
 from device_calls import DeviceWork
+from fake import alloc_async
 import dl_comm
 
 length, how, end = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -29,8 +30,11 @@ use(gpu)
 stream = Stream()
 # NCCL has no means of integers.
 kinds = ((length, "f4"), (3, "f2"), (2, "f8")) + (() if os.environ["FAKE_CUDA_DEVICES"] == "2" else ((5, "i4"),))
-arrays = [Array(np.full(n, 1 + rank, t), stream) for n, t in kinds]
-apart = Array(np.zeros(length, "f4"), stream)
+def memory(values):
+    return Array(values, stream, alloc_async(values.nbytes) if os.environ.get("POOL") else None)
+
+arrays = [memory(np.full(n, 1 + rank, t)) for n, t in kinds]
+apart = memory(np.zeros(length, "f4"))
 
 def start(out):
     return DeviceWork(1, [(arrays[0].address.value, out.address.value, length, 2)], (gpu, stream.handle.value))
@@ -79,14 +83,19 @@ elif end == "finalize":
     report("finalize", dl_comm.finalize)
 """
 
-GPUS = {"ipc": "1", "nccl": "2"}
+PATHS = {
+    "ipc": {"FAKE_CUDA_DEVICES": "1"},
+    # The memory has no handle for other processes.
+    "ipc in chunks": {"FAKE_CUDA_DEVICES": "1", "POOL": "1"},
+    "nccl": {"FAKE_CUDA_DEVICES": "2"},
+}
 
 
 def lose(fake_cuda: Path, folder: Path, path: str, length: int, how: str, end: str) -> Finished:
     script = folder / "lost.py"
     script.write_text(PROGRAM)
     command = ending_together([sys.executable, str(script), str(length), how, end, str(folder)], folder, 2)
-    env = {**environment(fake_cuda), "FAKE_CUDA_DEVICES": GPUS[path], "DL_COMM_TIMEOUT_S": "60"}
+    env = {**environment(fake_cuda), **PATHS[path], "DL_COMM_TIMEOUT_S": "60"}
     finished = launch(2, command, 100, env)
     assert not finished.timed_out, finished.output
     line = r"^dl_comm: .*; the results of .*, which (rank \d).* had enqueued, are not valid"
@@ -105,6 +114,7 @@ def reports(finished: Finished, name: str) -> set[str]:
     ("path", "length", "how", "error"),
     [
         ("ipc", 1000, "late", "TimeoutError"),
+        ("ipc in chunks", 600_000, "late", "TimeoutError"),
         ("nccl", 600_000, "late", "TimeoutError"),
         ("ipc", 600_000, "gone", "PeerLostError"),
         ("nccl", 1000, "gone", "PeerLostError"),

@@ -5,10 +5,11 @@
 //! does. As long as one is not told, the process ends with a status other than 0.
 //! Thread rule: any thread.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use crate::collective::device::{StreamRelease, TEARDOWN_TIMEOUT, poll_until};
 use crate::error::{Error, Result};
 use crate::exit_status::{fail_at_exit, fail_at_exit_while};
 use crate::lock::lock;
@@ -78,14 +79,24 @@ impl LostCalls {
 }
 
 /// The loss of one call, for its handle: the program hears of what happens to the call when it asks the handle.
-#[derive(Debug, Clone, Default)]
+#[derive(Clone, Default)]
 pub struct Loss(Arc<CallLoss>);
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct CallLoss {
     /// The lost calls of its group.
     calls: OnceLock<Arc<LostCalls>>,
     error: OnceLock<Error>,
+    /// What could lose it, if anything.
+    streams: OnceLock<Arc<dyn StreamRelease>>,
+    /// Whether it is known if it was lost.
+    is_settled: AtomicBool,
+}
+
+impl std::fmt::Debug for Loss {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Loss").field("error", &self.0.error).finish_non_exhaustive()
+    }
 }
 
 impl Loss {
@@ -93,6 +104,17 @@ impl Loss {
     pub(super) fn of(&self, calls: &Arc<LostCalls>) {
         // A call has one group.
         let _first = self.0.calls.set(Arc::clone(calls));
+    }
+
+    /// The call is enqueued. A release of `streams` loses it.
+    pub(super) fn watch(&self, streams: &Arc<dyn StreamRelease>) {
+        // A call is enqueued once.
+        let _first = self.0.streams.set(Arc::clone(streams));
+    }
+
+    /// It is known whether the call was lost.
+    pub(super) fn settle(&self) {
+        self.0.is_settled.store(true, Ordering::Release);
     }
 
     /// The call was lost.
@@ -106,7 +128,12 @@ impl Loss {
     /// # Errors
     /// Those.
     pub(super) fn told(&self, result: Result<()>) -> Result<()> {
-        let result = result.and_then(|()| self.0.error.get().map_or(Ok(()), |error| Err(error.clone())));
+        let CallLoss { error, streams, is_settled, .. } = &*self.0;
+        if result.is_ok() && streams.get().is_some_and(|streams| streams.is_released()) {
+            // Another rank may have released the stream a moment ago: the program may see what that has left.
+            poll_until(TEARDOWN_TIMEOUT, || error.get().is_some() || is_settled.load(Ordering::Acquire));
+        }
+        let result = result.and_then(|()| error.get().map_or(Ok(()), |error| Err(error.clone())));
         match (result, self.0.calls.get()) {
             (Err(error), Some(calls)) if !error.is_recoverable() => Err(calls.tell(error)),
             (result, _) => result,

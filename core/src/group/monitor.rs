@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::lost::AtWork;
+use super::lost::{AtWork, Loss};
 use super::state::GroupState;
 use super::work::Work;
 use crate::affinity::unbind;
@@ -27,6 +27,7 @@ const MAX_SLEEP: Duration = Duration::from_millis(10);
 pub(super) struct Monitor {
     /// Closed before the thread is joined.
     queue: Option<Sender<Watched>>,
+    streams: Option<Arc<dyn StreamRelease>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -56,6 +57,12 @@ struct Watched {
     /// Whether it is known to be lost.
     is_lost: bool,
     _at_work: AtWork,
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        self.work.loss.iter().for_each(Loss::settle);
+    }
 }
 
 impl Watched {
@@ -106,7 +113,7 @@ impl Monitor {
         launches: &Arc<LaunchOrder>,
     ) -> Result<Monitor> {
         let (sender, receiver) = channel();
-        let watch = Watch { shared: Arc::clone(shared), streams, launches: Arc::clone(launches) };
+        let watch = Watch { shared: Arc::clone(shared), streams: streams.clone(), launches: Arc::clone(launches) };
         let builder = Builder::new().name(format!("{}.gpu", shared.config.key.name().thread_label()));
         let spawned = builder.spawn(move || {
             if let Err(error) = unbind() {
@@ -114,7 +121,7 @@ impl Monitor {
             }
             watch.run(&receiver);
         });
-        Ok(Monitor { queue: Some(sender), thread: Some(spawned.map_err(Error::no_thread)?) })
+        Ok(Monitor { queue: Some(sender), streams, thread: Some(spawned.map_err(Error::no_thread)?) })
     }
 
     /// Watches over a call that is enqueued next. If it blocks the host, one of its parts completes with the GPU's work.
@@ -131,6 +138,9 @@ impl Monitor {
         };
         if watched.blocks_host() {
             work.add_parts(1);
+        }
+        if let (Some(loss), Some(streams)) = (&work.loss, &self.streams) {
+            loss.watch(streams);
         }
         let sent = self.queue.as_ref().ok_or_else(no_monitor)?.send(watched);
         sent.map(|()| progress).map_err(|unsent| {
