@@ -5,7 +5,7 @@
 //! Thread rule: any thread may use a [`Monitor`]; it outlives the threads that enqueue the calls.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use crate::affinity::unbind;
 use crate::collective::device::{StreamRelease, TEARDOWN_TIMEOUT, producer};
 use crate::error::{Error, Result};
 use crate::log::log_line;
-use crate::transport::gpu::{Event, LaunchOrder};
+use crate::transport::gpu::{Event, LaunchOrder, has_one_queue};
 
 /// Minimum sleep between two checks, and maximum while a caller is blocked and otherwise.
 const MIN_SLEEP: Duration = Duration::from_micros(20);
@@ -189,9 +189,13 @@ impl Watch {
                 Some(Enqueued::Part(_)) => return Err(self.failure()),
                 Some(Enqueued::All(_)) | None => {}
             }
-            let shared = &self.shared;
-            if let Some(error) = shared.failure().or_else(|| shared.region.lost_rank()).or_else(|| overdue(work)) {
+            let (shared, has_started) = (&self.shared, progress.get().is_some());
+            let is_late = || overdue(work, has_started);
+            if let Some(error) = shared.failure().or_else(|| shared.region.lost_rank()).or_else(is_late) {
                 return Err(error);
+            }
+            if !has_started && since.elapsed() > shared.stall_check_after && !has_one_queue() {
+                self.overtake(work);
             }
             if !watched.blocks_host() {
                 std::thread::sleep(sleep);
@@ -201,6 +205,20 @@ impl Watch {
             // The caller waits: it learns of the end at most about an eighth late.
             let pause = (since.elapsed() / 8).min(MAX_BLOCKING_SLEEP);
             if pause < MIN_SLEEP { std::thread::yield_now() } else { std::thread::sleep(pause) }
+        }
+    }
+
+    /// Lets the call of `work` start before calls of other groups that not all ranks have made.
+    fn overtake(&self, work: &Work) {
+        static ONCE: Once = Once::new();
+        if self.launches.overtake(self.shared.number) {
+            ONCE.call_once(|| {
+                log_line(&format!(
+                    "{} has started on the GPU before a call of another group that this rank has submitted before it, and that some \
+                     rank has not made; make the calls of all groups in the same order on all ranks",
+                    work.call.full_name()
+                ));
+            });
         }
     }
 
@@ -243,14 +261,15 @@ impl Watch {
     }
 }
 
-fn overdue(work: &Work) -> Option<Error> {
+fn overdue(work: &Work, has_started: bool) -> Option<Error> {
     let waited = work.record.submitted.elapsed();
     work.deadline.is_over(waited).then(|| {
         Error::Timeout(format!(
-            "{} was not complete on the GPU after {:.1} s ({})",
+            "{} was not complete on the GPU after {:.1} s ({}){}",
             work.call.full_name(),
             waited.as_secs_f64(),
-            work.deadline.set_by
+            work.deadline.set_by,
+            if has_started { "" } else { "; it waits for a call of another group that was submitted before it" }
         ))
     })
 }

@@ -22,6 +22,11 @@ use crate::lock::lock;
 pub const TAKE_TURNS: &str = "ranks share a GPU, and their kernels take turns in time slices: start MPS, NVIDIA's \
                               Multi-Process Service (nvidia-cuda-mps-control -d)";
 
+/// Whether the work of all streams of this process runs in the order in which the GPU gets it: CUDA's own variable.
+pub fn has_one_queue() -> bool {
+    std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").is_ok_and(|value| value.trim() == "1")
+}
+
 /// The primary context of a GPU, with its kernels and IPC tables.
 pub struct Context {
     /// The number of the GPU in this process.

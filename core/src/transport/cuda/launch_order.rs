@@ -13,6 +13,11 @@
 //! launch or is given up, and all launches run. If all ranks submit their common calls in the same order, the GPUs run
 //! them: the first call in that order that some GPU has not run is the first one on each of its GPUs.
 //!
+//! Ranks that submit in different orders break NCCL's rule, and may never agree on a call before those behind it have
+//! run: one waits for the second call before it makes the first. Where a GPU has several queues, as usual, launches then
+//! overtake the calls that have not come ([`LaunchOrder::overtake`]). With one queue they must not: the ranks do not know
+//! of each other whether they do. They wait until the deadline.
+//!
 //! A place is given up when its call ends without a launch: an error, a deadline, a call that takes another path. The
 //! launches of a group that has failed run at once, out of turn: they fail.
 //! Thread rule: any thread. Launches run one at a time.
@@ -130,6 +135,20 @@ impl LaunchOrder {
         self.run();
     }
 
+    /// Runs the launches up to the first of `group`, before calls that have not come. False if there is none.
+    pub fn overtake(&self, group: u64) -> bool {
+        let mut state = lock(&self.state);
+        let is_first = |entry: &Entry| entry.group == group && entry.launch.is_some();
+        let Some(last) = state.places.iter().position(is_first) else { return false };
+        let behind = state.places.split_off(last + 1);
+        let (launches, missing): (Vec<Entry>, Vec<Entry>) =
+            state.places.drain(..).partition(|entry| entry.launch.is_some());
+        state.places.extend(launches.into_iter().chain(missing).chain(behind));
+        drop(state);
+        self.run();
+        true
+    }
+
     /// Waits until all launches of a group have run. Does nothing in a launch.
     pub fn wait(&self, group: u64) {
         let state = lock(&self.state);
@@ -196,6 +215,20 @@ mod tests {
         assert_eq!(ran.try_iter().collect::<Vec<_>>(), [2]);
         drop(blocking);
         assert_eq!(ran.try_iter().collect::<Vec<_>>(), [3]);
+    }
+
+    #[test]
+    fn launches_overtake_calls_that_have_not_come() {
+        let (order, (sender, ran)) = (Arc::new(LaunchOrder::default()), channel());
+        let [missing, two, three, four] = [1, 2, 3, 4].map(|group| Place::new(&order, group));
+        assert!(!order.overtake(3));
+        four.launch(sends(4, &sender));
+        three.launch(sends(3, &sender));
+        two.launch(sends(2, &sender));
+        assert!(order.overtake(3));
+        assert_eq!(ran.try_iter().collect::<Vec<_>>(), [2, 3]);
+        missing.launch(sends(1, &sender));
+        assert_eq!(ran.try_iter().collect::<Vec<_>>(), [1, 4]);
     }
 
     #[test]

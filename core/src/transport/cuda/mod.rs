@@ -18,7 +18,7 @@ mod peer_imports;
 mod pinned;
 mod stream;
 
-pub use context::{Context, ContextGuard, TAKE_TURNS};
+pub use context::{Context, ContextGuard, TAKE_TURNS, has_one_queue};
 pub use driver::{Address, Handle, count};
 pub use ipc::{ExportUpdates, ExportedAllocation, IpcExports, ReportedExports};
 pub use kernels::{BlockRange, KernelArgs, Kernels, Launch, has_kernel};
