@@ -18,7 +18,7 @@ from arrays import Array, Stream, counters, use
 from fake import Chunks, alloc_async, alloc_managed
 
 import dl_comm
-from device_calls import blocking_device_call
+from device_calls import DeviceWork, blocking_device_call
 
 DTYPES = ["f2", "f4", "f8", "i1", "u1", "i4", "i8"]
 GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
@@ -99,6 +99,26 @@ def test_sums_are_rounded_as_those_of_host_memory(precise: int) -> None:
     for array, expected in zip(arrays, dl_comm.gradients(on_host, 2 + precise), strict=True):
         np.testing.assert_array_equal(array.get(), expected)
         array.free()
+
+
+@pytest.mark.parametrize("length", [1000, 2200001])
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i4", "u4", "i8", "u8"])
+def test_sums_of_integers_wrap_around(dtype: str, length: int) -> None:
+    codes = {"i1": 4, "u1": 5, "i4": 6, "i8": 7, "u4": 10, "u8": 11}
+    rng = [np.random.default_rng(rank) for rank in range(dl_comm.size())]
+    bounds = np.iinfo(dtype)
+    every = [each.integers(bounds.min, bounds.max, length, dtype, endpoint=True) for each in rng]
+    array = Array(every[dl_comm.rank()], Stream())
+    before = counters()
+    where = (dl_comm.local_rank() % GPUS, array.stream.handle.value)
+    assert DeviceWork(1, [(array.address.value, array.address.value, length, codes[dtype])], where).wait() == 0
+    launches, copies = (now - then for now, then in zip(counters()[2:4], before[2:4], strict=True))
+    np.testing.assert_array_equal(array.get(), sum(every[1:], every[0]))
+    if path() == "ipc":
+        # Kernels only; their lists may be copied.
+        assert launches >= 1, launches
+        assert copies <= 1, copies
+    array.free()
 
 
 @pytest.mark.parametrize("length", [3, 500000])

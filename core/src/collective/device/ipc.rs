@@ -26,7 +26,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::reduce::ReduceOp;
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Event, ExportUpdates, PeerImports, ReportedExports};
+use crate::transport::gpu::{Address, Event, ExportUpdates, PeerImports, ReportedExports, kernel_type};
 use crate::wire_layout::{TensorRange, slice};
 
 /// What the ranks of a one-shot call read of each other's memory at most, in bytes: each reads the input of all. A two-shot
@@ -280,9 +280,9 @@ impl IpcPath {
                 let part = slice(chunk_bytes(call, chunk), me, at.len());
                 self.launcher.batch.start(at.len(), at.len(), part.len());
                 for piece in chunk_pieces(call, chunk, part) {
-                    let dtype = call.tensors(0)[piece.tensor].buffer.dtype();
+                    let (dtype, count) = elements(call.op, call.tensors(0)[piece.tensor].buffer.dtype(), piece.count);
                     let addresses = || at.iter().map(|start| start + piece.offset as Address);
-                    self.launcher.batch.add(dtype, piece.count, addresses(), addresses());
+                    self.launcher.batch.add(dtype, count, addresses(), addresses());
                 }
                 self.launch(call, wait_ctx)?;
             }
@@ -346,5 +346,5 @@ fn chunk_pieces(call: &Call, chunk: usize, bytes: Range<usize>) -> impl Iterator
 
 /// What the kernels of `op` process for `count` elements of `dtype`: a broadcast copies bytes.
 fn elements(op: Op, dtype: DType, count: usize) -> (DType, usize) {
-    if op.is_broadcast() { (DType::U8, count * dtype.size()) } else { (dtype, count) }
+    if op.is_broadcast() { (DType::U8, count * dtype.size()) } else { (kernel_type(op.reduce, dtype), count) }
 }

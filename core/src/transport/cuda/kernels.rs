@@ -51,12 +51,26 @@ fn type_index(dtype: DType, precise: bool) -> Option<usize> {
     })
 }
 
-/// Whether there are kernels for `reduction`: means, and sums of floating point, which are means with the divisor 1. (Sums
-/// of integers have other accumulators on the host.) Without kernels, it must run on the host.
+/// Whether there are kernels for `reduction`: means, and sums, which are means with the divisor 1. Without kernels, it must
+/// run on the host.
 pub fn has_kernel(reduction: Reduction) -> bool {
-    let Reduction { op, dtype, .. } = reduction;
-    let has_op = op == ReduceOp::Mean || (op == ReduceOp::Sum && dtype.is_float());
-    has_op && type_index(dtype, reduction.acc_f64).is_some()
+    let Reduction { op, dtype, acc_f64, .. } = reduction;
+    matches!(op, ReduceOp::Mean | ReduceOp::Sum) && type_index(kernel_type(op, dtype), acc_f64).is_some()
+}
+
+/// Whether there are kernels for the undivided sums of `reduction` that the host goes on with. It has other accumulators
+/// for sums of integers.
+pub fn has_partial_kernel(reduction: Reduction) -> bool {
+    has_kernel(reduction) && (reduction.op == ReduceOp::Mean || reduction.dtype.is_float())
+}
+
+/// The type whose kernel runs `op` on elements of `dtype`: sums of integers wrap around, whatever their sign.
+pub fn kernel_type(op: ReduceOp, dtype: DType) -> DType {
+    match (op, dtype) {
+        (ReduceOp::Sum, DType::U32) => DType::I32,
+        (ReduceOp::Sum, DType::U64) => DType::I64,
+        _ => dtype,
+    }
 }
 
 /// The function for `dtype`.
@@ -396,8 +410,10 @@ mod tests {
                 assert_eq!(has_kernel(mean), index.is_some(), "{mean:?}");
                 names.extend(index.map(|index| TYPES[index]));
                 assert!(!has_kernel(Reduction { op: ReduceOp::Max, ..mean }), "{dtype:?}");
-                let is_float = FLOATS.contains(&dtype);
-                assert_eq!(has_kernel(Reduction { op: ReduceOp::Sum, ..mean }), is_float, "{dtype:?}");
+                let (is_float, sum) = (FLOATS.contains(&dtype), Reduction { op: ReduceOp::Sum, ..mean });
+                assert_eq!(has_partial_kernel(sum), is_float, "{dtype:?}");
+                let sums_too = matches!(dtype, DType::U32 | DType::U64);
+                assert_eq!(has_kernel(sum), index.is_some() || sums_too, "{dtype:?}");
             }
         }
         assert!(TYPES.iter().all(|name| names.contains(name)), "{names:?}");
