@@ -117,6 +117,8 @@ impl NcclLaunch {
             Ok(end) => (Enqueued::All(end), Ok(())),
             Err(error) => {
                 shared.fail(&error);
+                // The monitor may have ended the communicator meanwhile: the reason is what counts.
+                let error = shared.failure().unwrap_or(error);
                 path.stream_release().release();
                 (Enqueued::Part(path.signal_outputs(&work.call)), Err(error))
             }
