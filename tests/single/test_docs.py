@@ -153,6 +153,15 @@ for _ in range(3):
 print("<same>" if dl_comm.check_buffers_match([p.detach() for p in model.parameters()], 1) == 0 else "<different>")
 """,
 )
+INDEX = (
+    """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+inputs, model, criterion = torch.linspace(-1, 1, 101)[:, None], torch.nn.Linear(1, 1), torch.nn.MSELoss()
+dataset, optimizer = TensorDataset(inputs, 3 * inputs), torch.optim.SGD(model.parameters(), lr=0.1)
+""",
+    TORCH[1].partition("optimizer.step()")[2],
+)
 KERAS = (
     """
 import keras, numpy as np
@@ -182,13 +191,14 @@ print("<same>" if dl_comm.check_buffers_match(variables, 1) == 0 else "<differen
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.heavy), 2])
 @pytest.mark.parametrize(
     ("number", "around"),
-    [(0, DDP), (1, TORCH), (2, KERAS), (3, TENSORFLOW)],
-    ids=["ddp", "torch", "keras", "tensorflow"],
+    [(0, DDP), (1, TORCH), (2, KERAS), (3, TENSORFLOW), (4, INDEX)],
+    ids=["ddp", "torch", "keras", "tensorflow", "index"],
 )
 def test_the_changes_of_readme_run(number: int, around: tuple[str, str], ranks: int, tmp_path: Path) -> None:
-    """All ranks start with different parameters and end with the same."""
-    snippets = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert len(snippets) == 4
+    """And those of the first page. All ranks start with different parameters and end with the same."""
+    texts = README + (ROOT / "docs/index.md").read_text()
+    snippets = re.findall(r"^```python\n(.*?)^```$", texts, re.MULTILINE | re.DOTALL)
+    assert len(snippets) == 5
     path = tmp_path / "script.py"
     path.write_text(around[0] + snippets[number] + around[1])
     # That of torch.distributed is started as a user starts it.
@@ -241,8 +251,27 @@ def test_the_site_builds(tmp_path: Path) -> None:
     finished = run(command, 200, {"NO_MKDOCS_2_WARNING": "1"})
     assert finished.returncode == 0, finished.output
     for page in (ROOT / "docs/api").glob("*.md"):
-        (module,) = re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
-        listed = set(re.findall(r"^        - (\w+)$", page.read_text(), re.MULTILINE))
+        module, *listed = re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
         text = (tmp_path / "site/api" / page.stem / "index.html").read_text()
         # A name without a docstring would not appear.
-        assert set(re.findall(rf'id="{re.escape(module)}\.(\w+)"', text)) == listed, page.name
+        assert set(re.findall(rf'id="({re.escape(module)}\.\w+)"', text)) == set(listed), page.name
+
+
+def texts_of_the_source() -> str:
+    """All string literals of the product, joined where a line ends within one."""
+    files = [*(ROOT / "core/src").rglob("*.rs"), *(ROOT / "python/dl_comm").rglob("*.py")]
+    text = "\n".join(file.read_text() for file in files)
+    text = re.sub(r"\\\n\s*", "", text)
+    return re.sub(r'"\n\s*(?:\+ \(\n\s*)?f?"', "", text)
+
+
+def test_each_message_of_the_troubleshooting_page_exists() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    _, messages = page.split("\n## Messages\n")
+    headings = re.findall(r"^### `(.*)`$", messages, re.MULTILINE)
+    assert len(headings) == messages.count("\n### ") > 15
+    source = texts_of_the_source()
+    for heading in headings:
+        # `{}` and `{name:.1}` in the source are `...` in the heading.
+        pattern = r".{0,80}?".join(re.escape(part) for part in re.split(r"\.\.\.", heading.strip(". ")))
+        assert re.search(pattern, source), f"no message {heading!r}"

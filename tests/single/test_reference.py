@@ -40,9 +40,10 @@ def pages() -> dict[str, list[str]]:
     """The names that the reference documents: by module, those of its page."""
     found = {}
     for page in (ROOT / "docs/api").glob("*.md"):
-        ((module, listed),) = re.findall(r"^::: (\S+)\n(.*)", page.read_text(), re.MULTILINE | re.DOTALL)
+        module, *listed = re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
         assert module not in found
-        found[module] = re.findall(r"^        - (\w+)$", listed, re.MULTILINE)
+        assert all(name.startswith(f"{module}.") for name in listed)
+        found[module] = [name.removeprefix(f"{module}.") for name in listed]
     return found
 
 
