@@ -29,11 +29,13 @@ from dl_comm._groups import Group, join
 from dl_comm._init import init
 from dl_comm._memory import shared_memory, shared_zeros
 from dl_comm._methods import world
-from dl_comm._metrics import average_metrics
+from dl_comm._metrics import any_rank, average_metrics
 from dl_comm._objects import all_gather_object, broadcast_object, gather_object
 from dl_comm._ops import barrier
+from dl_comm._output import get_logger, print0
 from dl_comm._parameter_server import ParameterServer
 from dl_comm._paths import get_cmake_dir, get_include
+from dl_comm._random_states import random_states, set_random_states
 from dl_comm._ranks import (
     is_initialized,
     local_rank,
@@ -43,6 +45,7 @@ from dl_comm._ranks import (
     size,
 )
 from dl_comm._rc import rc
+from dl_comm._replicas import check_replicas
 from dl_comm._split import split
 from dl_comm._stats_writer import StatsWriter
 from dl_comm._teams import set_timeout
@@ -98,11 +101,13 @@ __all__ = [
     "all_gather_object",
     "all_to_all",
     "allreduce",
+    "any_rank",
     "average",
     "average_metrics",
     "barrier",
     "broadcast",
     "broadcast_object",
+    "check_replicas",
     "dump",
     "equal_on_all_ranks",
     "error_of",
@@ -111,6 +116,7 @@ __all__ = [
     "gather_object",
     "get_cmake_dir",
     "get_include",
+    "get_logger",
     "gradients",
     "grid",
     "init",
@@ -119,6 +125,8 @@ __all__ = [
     "local_rank",
     "local_size",
     "num_hosts",
+    "print0",
+    "random_states",
     "rank",
     "rank0_path",
     "rank_path",
@@ -131,6 +139,7 @@ __all__ = [
     "scatter",
     "send",
     "sendrecv",
+    "set_random_states",
     "set_timeout",
     "shared_memory",
     "shared_zeros",

@@ -252,18 +252,21 @@ def equal_on_all_ranks(tensors: Any, *, group: Group | None = None) -> bool:
     members = given_group(group)
     with failing_together("equal_on_all_ranks", members):
         given = [tensors] if is_single(tensors) else listed(tensors, "equal_on_all_ranks")
-        _refuse_masked(given)
-        digest = hashlib.blake2b(b"".join(map(_mark, given)), digest_size=32).digest()
+        digest = hashlib.blake2b(b"".join(map(mark_of, given)), digest_size=32).digest()
     own = np.frombuffer(digest, np.uint8)[None]
     found = all_gather(own, group=members, name="equal_on_all_ranks")
     return bool((found == own).all())
 
 
-def _mark(tensor: Any) -> bytes:
-    """What tells an array from others: shape, element type and a digest of the bits."""
+def mark_of(tensor: Any) -> bytes:
+    """What tells an array from others: shape, element type and a digest of the bits.
+
+    Raises as ``equal_on_all_ranks``.
+    """
+    _refuse_masked([tensor])
     array = np.ascontiguousarray(_host_array(tensor))
     if array.dtype.hasobject:
-        raise DTypeError(f"equal_on_all_ranks compares numbers, not a {type(tensor).__name__}")
+        raise DTypeError(f"only numbers can be compared, not a {type(tensor).__name__}")
     title = f"{tuple(tensor.shape)} {tensor.dtype}\0" if hasattr(tensor, "dtype") else f"{array.shape} {array.dtype}\0"
     return title.encode() + hashlib.blake2b(array.reshape(-1).view(np.uint8).data, digest_size=32).digest()
 

@@ -185,6 +185,18 @@ class Group:
         def equal_on_all_ranks(self, tensors: Any) -> bool:
             """Whether arrays have the same bits on all ranks. As ``dl_comm.equal_on_all_ranks``."""
 
+        def any_rank(self, flag: Any) -> bool:
+            """Whether ``flag`` is true on any rank. As ``dl_comm.any_rank``."""
+
+        def check_replicas(self, *objects: Any) -> None:
+            """Raises MismatchError unless all ranks have the same model. As ``dl_comm.check_replicas``."""
+
+        def random_states(self) -> list[str]:
+            """The states of the random generators of all ranks. As ``dl_comm.random_states``."""
+
+        def set_random_states(self, states: list[str]) -> None:
+            """Sets the random generators of this rank. As ``dl_comm.set_random_states``."""
+
         def all_gather_object(self, obj: Object) -> list[Object]:
             """The picklable objects of all ranks. As ``dl_comm.all_gather_object``."""
 

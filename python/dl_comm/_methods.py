@@ -19,9 +19,11 @@ from dl_comm._communicators import grid
 from dl_comm._groups import Group, join
 from dl_comm._groups import world as all_ranks
 from dl_comm._made import Variant, documentation
-from dl_comm._metrics import average_metrics
+from dl_comm._metrics import any_rank, average_metrics
 from dl_comm._objects import all_gather_object, broadcast_object, gather_object
 from dl_comm._ops import barrier
+from dl_comm._random_states import random_states, set_random_states
+from dl_comm._replicas import check_replicas
 from dl_comm._split import split
 from dl_comm._start import ensure_initialized
 from dl_comm._table import CALLS
@@ -42,7 +44,11 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     gradients,
     average,
     average_metrics,
+    any_rank,
     equal_on_all_ranks,
+    check_replicas,
+    random_states,
+    set_random_states,
     all_gather_object,
     gather_object,
     broadcast_object,

@@ -1,4 +1,4 @@
-"""The mean of a dict of metrics over the ranks.
+"""The mean of a dict of metrics over the ranks, and flags that one rank raises for all.
 
 Thread rule: collective: all ranks call it in the same order. Any thread may call it.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._agreement import failing_together
-from dl_comm._checks import checked_float
+from dl_comm._checks import checked_flag, checked_float
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, unless_world
 
@@ -51,6 +51,39 @@ def average_metrics(metrics: Mapping[str, Any], weight: float = 1.0, *, group: G
         raise ArgumentError("the weight is 0 on all ranks; at least one must be positive")
     by_name = dict(zip(names, (means[:-1] / means[-1]).tolist(), strict=True))
     return {name: by_name[name] for name in metrics}
+
+
+def any_rank(flag: Any, *, group: Group | None = None) -> bool:
+    """Whether ``flag`` is true on any rank: for decisions that all ranks must make together. Collective.
+
+        if dl_comm.any_rank(loss > limit):  # also on the ranks whose own loss is small
+            break
+
+    Ranks that have called ``join`` count as false.
+
+    Args:
+        flag: True or False, or an array or tensor with one element. ``not any_rank(not flag)``: whether all are true.
+        group: The ranks that take part; None: all.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        ArgumentError: ``flag`` is neither true nor false.
+        DTypeError: An array has more than one element.
+        MismatchError: The ranks issued different collectives, or a rank raised one of these.
+        StateError: ``init`` was not called, or ``finalize`` was.
+    """
+    group = unless_world(group)
+    team = averaging_team(group, CONTROL_TEAM)
+    with failing_together("any_rank", group):
+        share = np.array([float(_truth(flag))])
+    _dl_comm.average([share], [share], team, "any_rank")
+    return bool(share[0] > 0)
+
+
+def _truth(flag: Any) -> bool:
+    return _number("flag", flag) != 0 if hasattr(flag, "shape") else checked_flag("flag", flag)
 
 
 def _checked(metrics: Any, weight: Any) -> tuple[dict[str, float], float]:

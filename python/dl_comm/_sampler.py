@@ -5,7 +5,7 @@ Thread rule: any thread may call everything, one at a time for each sampler.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Literal
 
 import numpy as np
@@ -29,6 +29,15 @@ class DistributedSampler:
 
     All ranks shuffle the whole by the seed and the epoch, and take the samples in turn: rank 1 of 4 those at positions
     1, 5, 9, ... So no communication is needed, but the ranks must have the same arguments and version of NumPy.
+
+    To resume in the middle of an epoch, call ``advance`` after each step, and save the ``state_dict``::
+
+        for inputs, targets in loader:
+            train(inputs, targets)
+            sampler.advance(len(inputs))
+        state = sampler.state_dict()  # the same on all ranks
+
+    After ``load_state_dict`` the next pass has the rest of that epoch, also on another number of ranks.
 
     Args:
         dataset: Anything with a length, or the number of samples.
@@ -60,6 +69,9 @@ class DistributedSampler:
         self.shuffle = checked_flag("shuffle", shuffle)
         self.seed = checked_int("seed", seed, 0, _MAX)
         self.epoch = 0
+        self._start = 0  # the samples of all ranks that the current pass leaves out
+        self._resumes = False  # whether the next pass does
+        self._taken = 0  # by this rank, in the current pass
         self.even = even if isinstance(even, str) and even == "drop" else checked_flag("even", even)
         self._num_replicas = None if num_replicas is None else checked_int("num_replicas", num_replicas, 1)
         self._rank = None if rank is None else checked_int("rank", rank, 0, (self._num_replicas or 2**31) - 1)
@@ -94,12 +106,55 @@ class DistributedSampler:
         Raises:
             ArgumentError: ``epoch`` is no integer, or negative.
         """
-        self.epoch = checked_int("epoch", epoch, 0, _MAX)
+        epoch = checked_int("epoch", epoch, 0, _MAX)
+        if epoch != self.epoch:
+            self._start, self._resumes, self._taken = 0, False, 0
+        self.epoch = epoch
+
+    def advance(self, samples: int) -> None:
+        """Counts samples that this rank has trained with, for ``state_dict``. Every rank counts the same.
+
+        The sampler cannot know them itself: a data loader with workers asks for samples long before they are used.
+
+        Raises:
+            ArgumentError: ``samples`` is no integer, negative, or more than the rest of the epoch.
+        """
+        left = len(self) - self._taken
+        self._taken += checked_int("samples", samples, 0, left)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position in the data, as numbers: ``epoch``, ``taken``, ``length`` and ``seed``. The same on all ranks.
+
+        ``taken``: the samples of the epoch that all ranks have taken, as ``advance`` has counted.
+        """
+        taken = min(self._start + self._taken * self.num_replicas, self._total())
+        return {"epoch": self.epoch, "taken": taken, "length": self._length(), "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on where ``state_dict`` was called: the next pass has the samples of its epoch that are left.
+
+        With another number of ranks, these have the same samples, in other batches.
+
+        Raises:
+            ArgumentError: The state is of another dataset or seed, or it is no state of a sampler. Nothing changes.
+        """
+        if not isinstance(state, Mapping) or set(state) != set(self.state_dict()):
+            raise ArgumentError(f"invalid state: {state!r} (expected that of a DistributedSampler)")
+        epoch, taken, length, seed = (checked_int(name, state[name], 0, _MAX) for name in self.state_dict())
+        if (length, seed) != (self._length(), self.seed):
+            raise ArgumentError(
+                f"invalid state: of {length} samples with seed {seed} (this sampler has {self._length()}, with seed "
+                f"{self.seed})"
+            )
+        self.epoch, self._start, self._resumes, self._taken = epoch, min(taken, length), True, 0
 
     def __len__(self) -> int:
-        return len(range(self.rank, self._total(), self.num_replicas))
+        return len(range(self._start + self.rank, self._total(), self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
+        if not self._resumes:
+            self._start = 0
+        self._resumes, self._taken = False, 0
         length = self._length()
         if self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(length)
@@ -107,7 +162,7 @@ class DistributedSampler:
             order = np.arange(length)
         # Repeats from the start as often as needed: a dataset may have fewer samples than there are ranks.
         whole = np.resize(order, self._total())
-        mine: list[int] = whole[self.rank :: self.num_replicas].tolist()
+        mine: list[int] = whole[self._start + self.rank :: self.num_replicas].tolist()
         return iter(mine)
 
     def _length(self) -> int:
@@ -116,8 +171,9 @@ class DistributedSampler:
         return checked_int("dataset", self.dataset, 0, _MAX)
 
     def _total(self) -> int:
-        """The number of samples of all ranks."""
-        length, ranks = self._length(), self.num_replicas
+        """The number of samples of all ranks, with those that the pass leaves out at its start."""
+        length, ranks, start = self._length(), self.num_replicas, self._start
         if self.even is False:
             return length
-        return (length if self.even == "drop" else length + ranks - 1) // ranks * ranks
+        left = length - start
+        return start + (left if self.even == "drop" else left + ranks - 1) // ranks * ranks

@@ -1,4 +1,4 @@
-"""Steps, epochs, samples and learning rates for data-parallel training. Arithmetic only, no communication.
+"""Steps, epochs, samples, seeds and learning rates for data-parallel training. No communication.
 
 A schedule returns the learning rate of a step, counted from 0: an optional `WarmUp`, then a decay:
 
@@ -19,8 +19,10 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import random
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -41,6 +43,7 @@ __all__ = [
     "epoch_of",
     "max_steps",
     "scaled_lr",
+    "seed_rank",
     "shard",
     "steps_per_epoch",
 ]
@@ -81,8 +84,11 @@ def epoch_of(step: float, ntrain: int, batch_size: int, nranks: int | None = Non
     return checked_float("step", step) * _global_batch(batch_size, nranks) / _positive("ntrain", ntrain)
 
 
-def shard(n: int, rank: int | None = None, nranks: int | None = None) -> range:
+def shard(n: int, rank: int | None = None, nranks: int | None = None, *, even: Literal[False, "drop"] = False) -> range:
     """The indices of the samples of one rank: parts of nearly equal length, in the order of the ranks.
+
+        part = training.shard(len(x), even="drop")
+        x = x[part.start : part.stop]  # as many rows as on every other rank
 
     Nothing is padded, dropped or repeated, so it suits evaluation: ``Subset(dataset, shard(len(dataset)))`` in torch,
     ``dataset.skip(part.start).take(len(part))`` in tf.data, ``x[part.start : part.stop]`` for arrays. Parts differ by
@@ -94,13 +100,50 @@ def shard(n: int, rank: int | None = None, nranks: int | None = None) -> range:
         n: The number of samples.
         rank: The rank; None: this one.
         nranks: The number of ranks; None: all ranks of the job.
+        even: ``"drop"``: parts of equal length, as training needs; the last ``n % nranks`` samples are left out.
 
     Raises:
-        ArgumentError: ``n`` is negative, or ``rank`` is not below ``nranks``.
+        ArgumentError: ``n`` is negative, ``rank`` is not below ``nranks``, or ``even`` is neither False nor ``"drop"``.
     """
     nranks, n = _ranks(nranks), checked_int("n", n, 0, 2**62)
     rank = get_rank() if rank is None else checked_int("rank", rank, 0, nranks - 1)
+    if isinstance(even, str) and even == "drop":
+        return range(rank * (n // nranks), (rank + 1) * (n // nranks))
+    if even is not False:
+        raise ArgumentError(f"invalid even: {even!r} (expected False or 'drop')")
     return range(rank * n // nranks, (rank + 1) * n // nranks)
+
+
+def seed_rank(seed: int, rank: int | None = None) -> int:
+    """Seeds the random generators of this rank, for dropout and augmentation that differ between ranks.
+
+        seed = training.seed_rank(0)
+        generator = np.random.default_rng(seed)  # one of your own
+
+    Those of Python's ``random``, of ``numpy.random``, and of torch, TensorFlow and Keras, as far as these are imported.
+    Not for the order of samples, which all ranks must have in common: `DistributedSampler` has a seed of its own.
+
+    Args:
+        seed: The same on all ranks.
+        rank: The rank; None: this one.
+
+    Returns:
+        The seed of the rank, below 2**32: the same in every run, another on each rank.
+
+    Raises:
+        ArgumentError: ``seed`` or ``rank`` is no integer, or negative.
+    """
+    number = get_rank() if rank is None else checked_int("rank", rank, 0)
+    (own,) = np.random.SeedSequence([checked_int("seed", seed, 0, 2**62), number]).generate_state(1).tolist()
+    random.seed(own)
+    np.random.seed(own)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(own)
+    if (tensorflow := sys.modules.get("tensorflow")) is not None:
+        tensorflow.random.set_seed(own)
+    if (keras := sys.modules.get("keras")) is not None:
+        keras.utils.set_random_seed(own)
+    return int(own)
 
 
 def scaled_lr(lr: float, nranks: int | None = None, rule: str = "linear") -> float:

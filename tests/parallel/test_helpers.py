@@ -119,3 +119,16 @@ def test_equal_on_all_ranks(framework: Framework, rank: int, size: int) -> None:
         with pytest.raises(mc.CommError):
             mc.equal_on_all_ranks(wrong)
     assert mc.equal_on_all_ranks(make(x)) is True
+
+
+def test_a_flag_and_replicas_of_tensors(framework: Framework, rank: int, size: int) -> None:
+    last = rank == size - 1
+    assert mc.any_rank(framework.make(np.array(last)))
+    assert not mc.any_rank(framework.make(np.zeros(1, np.float32)))
+    mc.check_replicas([framework.make(np.ones((2, 3), np.float32)), framework.make(np.array(4))])
+    own = framework.make(np.full(3, last, np.float32))
+    if size == 1:
+        mc.check_replicas(own)
+        return
+    with pytest.raises(mc.MismatchError, match=rf"float32\[3\] of rank\(s\) {size - 1}"):
+        mc.check_replicas(own)

@@ -67,3 +67,18 @@ def test_logs_are_weighted(rank: int, size: int) -> None:
     dk.MetricAverageCallback(weight=rank + 1).on_epoch_end(0, logs)
     assert logs == {"loss": pytest.approx(expected)}
     assert dk.average_logs({"loss": float(rank)}) == {"loss": (size - 1) / 2}
+
+
+def test_replicas_of_a_model_and_its_optimizer(rank: int, size: int) -> None:
+    keras.layers.Dense(1)  # the numbers in names may differ between processes
+    for _ in range(rank):
+        keras.layers.Dense(1)
+    training.seed_rank(3)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    model.compile(dk.DistributedOptimizer(keras.optimizers.Adam(0.1)), loss="mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[dk.BroadcastCallback()])
+    mc.check_replicas(model, model.optimizer, model.layers[0], model.get_weights())
+    model.layers[1].bias.assign([1.0 + rank])
+    if size > 1:
+        with pytest.raises(mc.MismatchError, match=r"^1 of 1\d entries.*\n.*bias float32\[1\] of rank\(s\) 1"):
+            mc.check_replicas(model, model.optimizer)

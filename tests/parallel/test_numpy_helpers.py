@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -104,6 +106,8 @@ HELPERS: dict[str, tuple[Callable[[Any], Any], Any, Any, type[Exception]]] = {
     "push_communicator": (mc.push_communicator, Nameless(), "all", ValueError),
     "write_on_rank0": (lambda path: mc.write_on_rank0(path, Path.touch), None, os.devnull, mc.ArgumentError),
     "read_on_rank0": (mc.read_on_rank0, None, os.devnull, mc.ArgumentError),
+    "any_rank": (mc.any_rank, "yes", False, mc.ArgumentError),
+    "check_replicas": (mc.check_replicas, object(), 1.0, mc.DTypeError),
 }
 
 
@@ -273,3 +277,115 @@ def test_a_second_init_says_which_threads_stay(rank: int, capsys: pytest.Capture
     mc.init(threads + 1)
     text = f"dl_comm: init(nthread_per_team={threads + 1}) holds for new teams: team 0 keeps {threads}\n"
     assert capsys.readouterr().err == (text if rank == 0 else "")
+
+
+def test_one_rank_prints(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    mc.print0("loss", 0.5, sep="=")
+    mc.print0("more", end="")
+    assert capsys.readouterr().out == ("loss=0.5\nmore" if rank == 0 else "")
+
+
+def test_a_logger_says_the_rank(rank: int, size: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    everyone, last = mc.get_logger("train"), mc.get_logger("train", ranks=[size - 1])
+    everyone.info("epoch %d", 3)
+    last.info("only the last")
+    last.warning("everybody")
+    last.log(logging.ERROR, "an error")
+    lines = ["epoch 3", *(["only the last"] if rank == size - 1 else []), "everybody", "an error"]
+    assert caplog.messages == [f"rank {rank} of {size}: {line}" for line in lines]
+    assert {record.name for record in caplog.records} == {"train"}
+    everyone.debug("nothing")
+    assert len(caplog.records) == len(lines)
+    with pytest.raises(mc.ArgumentError, match="invalid ranks"):
+        mc.get_logger("train", ranks=["all"])  # type: ignore[list-item]
+    with pytest.raises(mc.DTypeError, match="invalid name"):
+        mc.get_logger(3)  # type: ignore[arg-type]
+
+
+def test_a_flag_of_one_rank_is_that_of_all(rank: int, size: int) -> None:
+    for chosen in range(size):
+        assert mc.any_rank(rank == chosen)
+        assert mc.world().any_rank(rank == chosen)
+        assert mc.any_rank(np.bool_(rank == chosen))
+    assert not mc.any_rank(False)
+    assert not mc.any_rank(np.zeros((1, 1)))
+    half = mc.split(rank % 2)
+    assert mc.any_rank(rank % 2, group=half) == bool(rank % 2)
+    with pytest.raises(mc.DTypeError, match="'flag' is not a number"):
+        mc.any_rank(np.zeros(2))
+
+
+def test_a_rank_that_has_joined_has_no_flag(rank: int) -> None:
+    for _ in range(rank):
+        assert not mc.any_rank(False)
+    mc.join()
+    assert mc.any_rank(True)
+
+
+@pytest.mark.parametrize("where", ["value", "shape", "type", "name", "number"])
+def test_what_differs_between_replicas_is_named(where: str, rank: int, size: int) -> None:
+    weights = {"first": np.arange(6.0).reshape(2, 3), "second": [np.float32(2), 7, None, "text"]}
+    mc.check_replicas(weights, 3)
+    mc.check_replicas()
+    if rank == size - 1:
+        first = weights["first"]
+        assert isinstance(first, np.ndarray)
+        changes = {"value": np.nextafter(first, 9), "shape": first[:1], "type": first.astype(np.float32)}
+        weights["first"] = changes.get(where, first)
+        if where == "name":
+            weights["third"] = weights.pop("second")
+        if where == "number":
+            weights["second"][1] = 8  # type: ignore[index, call-overload]
+    if size == 1:
+        mc.check_replicas(weights)
+        return
+    with pytest.raises(mc.MismatchError) as caught:
+        mc.check_replicas(weights)
+    expected = {
+        "value": "dict['first'] float64[2, 3]",
+        "shape": "dict['first'] float64[1, 3]",
+        "type": "dict['first'] float32[2, 3]",
+        "name": "dict['third'][0] float32[]",
+        "number": "dict['second'][1]",
+    }
+    assert f"{expected[where]} of rank(s) {size - 1}" in str(caught.value)
+    assert all(text == str(caught.value) for text in mc.all_gather_object(str(caught.value)))
+    mc.check_replicas(weights, group=mc.split(rank == size - 1))
+
+
+def test_many_differences_are_counted(rank: int, size: int) -> None:
+    if size == 1:
+        pytest.skip("needs two ranks")
+    with pytest.raises(mc.MismatchError, match="9 of 9 entries are not those of rank 0:\n(.*\n){5}  and 4 more"):
+        mc.check_replicas([np.full(2, rank)] * 9)
+
+
+def test_random_generators_go_on(rank: int, size: int) -> None:
+    seed = training.seed_rank(5)
+    assert seed == training.seed_rank(5) != training.seed_rank(6)
+    training.seed_rank(5)
+    assert len(set(mc.all_gather_object(seed))) == size
+    assert seed == training.seed_rank(5, rank)
+    np.random.normal()
+    states = json.loads(json.dumps(mc.random_states()))
+    expected = [random.random(), np.random.normal(), np.random.normal()]
+    assert len({tuple(each) for each in mc.all_gather_object(expected)}) == size
+    mc.set_random_states(states)
+    assert [random.random(), np.random.normal(), np.random.normal()] == expected
+    with pytest.raises(mc.ArgumentError, match=rf"those of {size + 1} ranks \(expected {size}"):
+        mc.set_random_states([*states, states[0]])
+    with pytest.raises(mc.ArgumentError, match="is not one of random_states"):
+        mc.set_random_states(["{}"] * size)
+    with pytest.raises(mc.ArgumentError, match="those of str ranks"):
+        mc.set_random_states("text")  # type: ignore[arg-type]
+
+
+def test_shards_of_equal_length(rank: int, size: int) -> None:
+    for n in (0, 1, size, 3 * size + 1, 4 * size - 1):
+        part = training.shard(n, even="drop")
+        assert len(part) == n // size
+        everything = [index for each in mc.all_gather_object(part) for index in each]
+        assert everything == list(range(n // size * size))
+    with pytest.raises(mc.ArgumentError, match="invalid even: True"):
+        training.shard(3, even=True)  # type: ignore[arg-type]

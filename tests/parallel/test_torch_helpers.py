@@ -117,3 +117,80 @@ def test_a_checkpoint_that_fails_on_rank_0(tmp_path: Path, rank: int) -> None:
 def test_a_metric_that_requires_a_gradient(rank: int, size: int) -> None:
     loss = torch.tensor(float(rank), requires_grad=True)
     assert mc.average_metrics({"loss": loss}) == {"loss": (size - 1) / 2}
+
+
+def test_replicas_of_a_model_and_its_optimizer(rank: int, size: int) -> None:
+    model, optimizer = made(rank)  # the optimizer makes the parameters equal
+    train(model, optimizer)
+    cdl.broadcast_parameters(model.named_buffers())
+    mc.check_replicas(model, optimizer)
+    with torch.no_grad():
+        model[2].bias[0] += rank
+        optimizer.state[model[0].weight]["exp_avg"][0, 0] += rank
+    if size == 1:
+        mc.check_replicas(model, optimizer)
+        return
+    others = ", ".join(map(str, range(1, size)))
+    with pytest.raises(mc.MismatchError) as caught:
+        mc.check_replicas(model, optimizer)
+    assert f"Sequential['2.bias'] float32[1] of rank(s) {others}" in str(caught.value)
+    assert f"['state'][0]['exp_avg'] float32[3, 4] of rank(s) {others}" in str(caught.value)
+    assert str(caught.value).startswith("2 of ")
+
+
+def test_training_goes_on_in_the_middle_of_an_epoch(size: int, tmp_path: Path) -> None:
+    """The parameters end with the same bits as without a break, with the same samples and dropout."""
+    x = torch.linspace(-1, 1, 8 * size)[:, None]
+    data = torch.utils.data.TensorDataset(x, 3 * x)
+
+    def start() -> tuple[torch.nn.Module, torch.optim.Optimizer, training.DistributedSampler]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        optimizer = cdl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+        training.seed_rank(1)
+        return model, optimizer, cdl.DistributedSampler(data, seed=4)
+
+    def run(
+        model: torch.nn.Module, optimizer: torch.optim.Optimizer, sampler: training.DistributedSampler, steps: int
+    ) -> list[list[float]]:
+        """The samples of each step."""
+        seen: list[list[float]] = []
+        # A loader draws a number in each epoch: from its own generator, not from that of dropout.
+        loader = torch.utils.data.DataLoader(data, 2, sampler=sampler, generator=torch.Generator())
+        for epoch in range(sampler.epoch, 3):
+            sampler.set_epoch(epoch)
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                sampler.advance(len(inputs))
+                seen.append(inputs.flatten().tolist())
+                if len(seen) == steps:
+                    return seen
+        return seen
+
+    model, optimizer, sampler = start()
+    whole = run(model, optimizer, sampler, 99)
+    assert len(whole) == 3 * 4
+    wanted = [each.detach().clone() for each in model.parameters()]
+    assert all(each.isfinite().all() for each in wanted)
+    del optimizer
+
+    model, optimizer, sampler = start()
+    seen = run(model, optimizer, sampler, 6)
+    assert sampler.state_dict() == {"epoch": 1, "taken": 4 * size, "length": 8 * size, "seed": 4}
+    path = mc.broadcast_object(str(tmp_path / "model.pt"))
+    parts = {"model": model, "optimizer": optimizer, "sampler": sampler}
+    cdl.save_checkpoint(path, random=mc.random_states(), **parts)
+    del optimizer, parts
+
+    model, optimizer, sampler = start()
+    state = cdl.load_checkpoint(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    sampler.load_state_dict(state["sampler"])
+    mc.set_random_states(state["random"])
+    assert len(sampler) == 4
+    assert seen + run(model, optimizer, sampler, 99) == whole
+    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), wanted, strict=True))
+    mc.check_replicas(model, optimizer)

@@ -12,13 +12,13 @@ LAYERS = {
     "base": "_buckets _checks _cuda _dl_comm _errors _excepthook _file_store _frameworks _log _made _master _network "
     "_paths _private_names _rc _signal _table _text _torch_variables _types analyze_dumps run",
     "libraries": "_build _load build",
-    "job": "_diagnosis _end _gpus _job _rank_variables _ranks _start _stats_writer _torchrun timeline",
+    "job": "_diagnosis _end _gpus _job _output _rank_variables _ranks _start _stats_writer _torchrun timeline",
     "arrays": "_agreement _arguments _checkpoint _cuda_arrays _groups _memory _messages _metrics _objects _ops "
-    "_sampler _server _teams _tensor_names _towers _work training",
+    "_random_states _sampler _server _teams _tensor_names _towers _work training",
     "levels": "_communicators _hierarchy _selector _split",
     # Beside each other; Keras is on TensorFlow.
     "bindings": "_torch_distributed keras tensorflow torch",
-    FACE: "_api _binding _collectives _dispatch _init _methods _parameter_server _unlisted",
+    FACE: "_api _binding _collectives _dispatch _init _methods _parameter_server _replicas _unlisted",
     "programs": "__main__ compat doctor tf1",
 }
 """From the bottom: the files and packages of each layer."""

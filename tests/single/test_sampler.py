@@ -126,3 +126,66 @@ print("fine")
 """
     finished = script(2, text)
     assert finished.output.count("fine") == 2, finished.output
+
+
+@settings(deadline=None)
+@given(
+    length=LENGTHS,
+    before=RANKS,
+    after=RANKS,
+    steps=st.integers(0, 40),
+    even=st.sampled_from([True, False, "drop"]),
+    shuffle=st.booleans(),
+)
+def test_the_rest_of_an_epoch_after_a_break(
+    length: int, before: int, after: int, steps: int, even: Any, shuffle: bool
+) -> None:
+    """On any number of ranks: each sample once, but for the last ones, which `even` repeats or leaves out."""
+    options = {"seed": 3, "even": even, "shuffle": shuffle}
+    first = [DistributedSampler(length, before, rank, **options) for rank in range(before)]
+    for sampler in first:
+        sampler.set_epoch(2)
+    steps = min(steps, *(len(sampler) for sampler in first))
+    for sampler in first:
+        sampler.advance(steps)
+    (state,) = {tuple(sampler.state_dict().items()) for sampler in first}
+    assert dict(state) == {"epoch": 2, "taken": steps * before, "length": length, "seed": 3}
+
+    second = [DistributedSampler(length, after, rank, **options) for rank in range(after)]
+    for sampler in second:
+        sampler.load_state_dict(dict(state))
+        sampler.set_epoch(2)  # as the loop of a script does
+    lengths = [len(sampler) for sampler in second]
+    rest = in_turn([list(sampler) for sampler in second])
+    assert lengths == [len(sampler) for sampler in second]
+    assert even is False or len(set(lengths)) == 1
+    (whole,) = parts(length, 1, 2, seed=3, shuffle=shuffle)
+    left = whole[steps * before :]
+    assert rest[: len(left)] == left[: len(rest)]
+    assert abs(len(rest) - len(left)) < after
+    assert {True: len(rest) >= len(left), "drop": len(rest) <= len(left), False: len(rest) == len(left)}[even]
+    # A break in the rest, too; and the next epoch, and the next pass, are whole.
+    for sampler in second:
+        assert sampler.state_dict()["taken"] == min(steps * before, length)
+        assert len(list(sampler)) == len(DistributedSampler(length, after, sampler.rank, even=even))
+        sampler.load_state_dict(dict(state))
+        sampler.set_epoch(3)
+        assert sampler.state_dict() == {"epoch": 3, "taken": 0, "length": length, "seed": 3}
+        assert len(list(sampler)) == len(DistributedSampler(length, after, sampler.rank, even=even))
+
+
+def test_a_state_of_something_else() -> None:
+    sampler = DistributedSampler(10, 2, 0, seed=1)
+    sampler.advance(5)
+    state = sampler.state_dict()
+    for wrong in (None, {}, {**state, "more": 1}):
+        with pytest.raises(dl_comm.ArgumentError, match="that of a DistributedSampler"):
+            sampler.load_state_dict(wrong)  # type: ignore[arg-type]
+    for wrong in ({**state, "length": 9}, {**state, "seed": 0}):
+        with pytest.raises(dl_comm.ArgumentError, match="this sampler has 10, with seed 1"):
+            sampler.load_state_dict(wrong)
+    with pytest.raises(dl_comm.ArgumentError, match="invalid taken: -1"):
+        sampler.load_state_dict({**state, "taken": -1})
+    with pytest.raises(dl_comm.ArgumentError, match="invalid samples: 1 .expected an integer from 0 to 0"):
+        sampler.advance(1)
+    assert sampler.state_dict() == state == {"epoch": 0, "taken": 10, "length": 10, "seed": 1}
