@@ -1,6 +1,6 @@
 """What the MNIST examples share: command line, data, shards and progress.
 
-It needs NumPy only, and scikit-learn when there is no MNIST on this machine.
+It needs dl_comm and NumPy only, and scikit-learn when there is no MNIST on this machine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dl_comm.training import DistributedSampler
 
 Images = NDArray[np.float32]
 Labels = NDArray[np.int64]
@@ -77,8 +79,9 @@ def shard(images: Images, labels: Labels, rank: int, size: int, epoch: int, seed
 
     Every rank gets the same number of images (up to `size - 1` are left out), so that all take the same steps.
     """
-    order = np.random.default_rng((seed, epoch)).permutation(len(images))
-    mine = order[: len(images) // size * size][rank::size]
+    sampler = DistributedSampler(len(images), size, rank, seed=seed, even="drop")
+    sampler.set_epoch(epoch)
+    mine = list(sampler)
     return images[mine], labels[mine]
 
 

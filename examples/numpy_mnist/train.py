@@ -19,6 +19,7 @@ import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
 import dl_comm  # noqa: E402
+from dl_comm import training  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mnist import Images, Labels, Progress, arguments, load, shard, steps  # noqa: E402
@@ -60,19 +61,21 @@ def loss_and_gradients(parameters: list[Array], images: Images, labels: Labels) 
 def accuracy(parameters: list[Array], images: Images, labels: Labels) -> float:
     """Return the mean accuracy over all ranks, each with its part of the images."""
     hits = forward(parameters, images)[2].argmax(axis=1) == labels
-    metric = np.array([hits.mean()], dtype=np.float32)
-    dl_comm.average(metric)
-    return float(metric[0])
+    return dl_comm.average_metrics({"accuracy": hits.mean()}, weight=len(labels))["accuracy"]
 
 
-def main() -> int:
-    """Train, and return the exit status."""
+def save(path: Path, parameters: list[Array]) -> None:
+    """Write the parameters to a file, whatever its suffix."""
+    with path.open("wb") as file:
+        np.savez(file, w1=parameters[0], b1=parameters[1], w2=parameters[2], b2=parameters[3])
+
+
+def main() -> None:
+    """Train and test."""
     args = arguments("MNIST with NumPy on several processes", lr=0.1)
-    dl_comm.init_mpi()
+    dl_comm.init()
     rank, size = dl_comm.rank(), dl_comm.size()
-
     parameters = initial_parameters(seed=rank)  # different on purpose: the broadcast makes them equal
-    dl_comm.init(nthread_per_team=2, nteams=1, msglen=sum(p.size for p in parameters))
     dl_comm.broadcast(parameters, 0)
 
     data = load(args.data_dir, verbose=rank == 0)
@@ -80,6 +83,8 @@ def main() -> int:
     total = epoch_steps * args.epochs
     progress = Progress(rank == 0, total, args.batch_size * size)
     velocity = [np.zeros_like(p) for p in parameters]
+    # The learning rate grows from that of one rank to that of all of them over the first tenth, and falls to 0.
+    rate = training.WarmUp(total // 10, training.Polynomial(training.scaled_lr(args.lr), total))
 
     for step in range(total):
         epoch, i = divmod(step, epoch_steps)
@@ -88,26 +93,21 @@ def main() -> int:
         batch = slice(i * args.batch_size, (i + 1) * args.batch_size)
         loss, grads = loss_and_gradients(parameters, images[batch], labels[batch])
         grads = dl_comm.gradients(grads, 0)
-        # The learning rate grows with the number of ranks, after a warm-up over the first tenth, and falls at the end.
-        lr = args.lr * size * min(1.0, 10 * (step + 1) / total) * min(1.0, 4 * (1 - step / total))
         for p, v, g in zip(parameters, velocity, grads, strict=True):
             v *= MOMENTUM
             v += g
-            p -= np.float32(lr) * v
+            p -= np.float32(rate(step)) * v
         progress.update(step + 1, loss)
 
-    result = accuracy(parameters, *shard(data.test_images, data.test_labels, rank, size, epoch=0))
-    if rank == 0 and args.checkpoint:
-        with open(args.checkpoint, "wb") as file:
-            np.savez(file, w1=parameters[0], b1=parameters[1], w2=parameters[2], b2=parameters[3])
-    different = dl_comm.check_buffers_match(parameters, 1)
+    part = training.shard(len(data.test_images))
+    test = slice(part.start, part.stop)
+    result = accuracy(parameters, data.test_images[test], data.test_labels[test])
+    if args.checkpoint:
+        dl_comm.write_on_rank0(args.checkpoint, lambda path: save(path, parameters))
+    dl_comm.check_replicas(parameters)
+    dl_comm.print0(f"test accuracy: {result:.4f}")
     dl_comm.finalize()
-    if different:
-        return 1
-    if rank == 0:
-        print(f"test accuracy: {result:.4f}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

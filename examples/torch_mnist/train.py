@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import dl_comm
 import dl_comm.torch
+from dl_comm import training
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mnist import Images, Labels, Progress, arguments, load, shard, steps
@@ -44,13 +44,14 @@ class Network(nn.Sequential):
                 nn.init.zeros_(parameter)
 
 
-def evaluate(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+def evaluate(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     """Return the mean loss and accuracy over all ranks, each with its part of the images."""
     with torch.no_grad():
         scores = model(images)
         loss = functional.cross_entropy(scores, labels)
         accuracy = (scores.argmax(dim=1) == labels).float().mean()
-    return dl_comm.torch.average(loss, "loss").item(), dl_comm.torch.average(accuracy, "accuracy").item()
+    # Parts may differ by an image, and count by their length.
+    return dl_comm.average_metrics({"loss": loss, "accuracy": accuracy}, weight=len(labels))
 
 
 def on_device(images: Images, labels: Labels, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,27 +73,22 @@ def choose_device(name: str | None) -> torch.device:
 def main() -> int:
     """Train, and return the exit status."""
     args = arguments("MNIST with PyTorch on several processes", lr=0.02, devices=("cpu", "cuda"))
-    dl_comm.init(nthread_per_team=2, nteams=1)
+    dl_comm.init()
     rank, size = dl_comm.rank(), dl_comm.size()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dl_comm.local_size()))
     device = choose_device(args.device)
-    torch.manual_seed(rank)  # different on purpose: the broadcast makes the weights equal
+    training.seed_rank(0)  # other weights on each rank: the optimizer makes them those of rank 0
 
     data = load(args.data_dir, verbose=rank == 0)
-    if rank == 0:
-        print(f"training on {device.type}")
+    dl_comm.print0(f"training on {device.type}")
     epoch_steps = steps(data.train_images, size, args.batch_size)
     total = epoch_steps * args.epochs
 
     model = Network().to(device)
-    dl_comm.torch.broadcast_parameters(model, root=0)
-    optimizer = dl_comm.torch.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=args.lr * size, momentum=0.9), named_parameters=model.named_parameters()
-    )
-    # The learning rate grows with the number of ranks, after a warm-up over the first tenth, and falls at the end.
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, 10 * (step + 1) / total) * min(1.0, 4 * (1 - step / total))
-    )
+    optimizer = dl_comm.torch.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9))
+    # The learning rate grows from that of one rank to that of all of them over the first tenth, and falls to 0.
+    rate = training.WarmUp(total // 10, training.Polynomial(training.scaled_lr(args.lr), total))
+    scheduler = dl_comm.torch.lr_scheduler(optimizer, rate)
 
     progress = Progress(rank == 0, total, args.batch_size * size)
     for epoch in range(args.epochs):
@@ -107,17 +103,15 @@ def main() -> int:
             scheduler.step()
             progress.update(epoch * epoch_steps + i + 1, loss.item())
 
-    mine = shard(data.test_images, data.test_labels, rank, size, epoch=0)
-    test_loss, accuracy = evaluate(model, *on_device(*mine, device))
-    if rank == 0 and args.checkpoint:
-        torch.save(model.state_dict(), args.checkpoint)
-    different = dl_comm.check_buffers_match([p.detach() for p in model.parameters()], 1)
+    part = training.shard(len(data.test_images))
+    test = slice(part.start, part.stop)
+    metrics = evaluate(model, *on_device(data.test_images[test], data.test_labels[test], device))
+    if args.checkpoint:
+        dl_comm.torch.save_checkpoint(args.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler)
+    dl_comm.check_replicas(model, optimizer)
+    dl_comm.print0(f"test loss: {metrics['loss']:.4f}")
+    dl_comm.print0(f"test accuracy: {metrics['accuracy']:.4f}")
     dl_comm.finalize()
-    if different:
-        return 1
-    if rank == 0:
-        print(f"test loss: {test_loss:.4f}")
-        print(f"test accuracy: {accuracy:.4f}")
     return 0
 
 
