@@ -23,6 +23,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,8 @@ _LIBRARIES = {
 _TORCH_CUDA = "libdl_comm_torch_cuda.so"
 _MANIFEST = "built.json"
 """In each folder of the cache: size and hash of each library. Written last."""
+_PROGRESS_S = 10.0
+"""How often a build says that it goes on."""
 _PREBUILT = "prebuilt"
 """The folder of a package with libraries for other frameworks than those of its build: a folder for each ABI."""
 _STABLE_TORCH = (2, 10)
@@ -282,7 +285,18 @@ def _tool(name: str, required: bool = True) -> str:
 
 
 def _run(command: list[str], name: str) -> None:
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    if done.returncode != 0:
-        tail = "\n".join(done.stdout.splitlines()[-40:])
+    """Runs a program, and logs every ``_PROGRESS_S`` that it still does."""
+    began = time.monotonic()
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        while True:
+            try:
+                output, _ = process.communicate(timeout=_PROGRESS_S)
+                break
+            except subprocess.TimeoutExpired:
+                _log.warn(f"building {_LIBRARIES[name].file}: {time.monotonic() - began:.0f} s")
+            except BaseException:
+                process.kill()
+                raise
+    if process.returncode != 0:
+        tail = "\n".join(output.splitlines()[-40:])
         raise ImportError(f"building dl_comm's op library for {name} failed:\n$ {' '.join(command)}\n{tail}")

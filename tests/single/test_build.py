@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dl_comm import _build
 from launch import launch, run
 
 pytest.importorskip("torch")
@@ -100,3 +101,13 @@ def test_an_unknown_framework_is_refused() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "caffe" in done.stderr
+
+
+def test_a_long_build_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(_build, "_PROGRESS_S", 0.1)
+    text = "import time; print('much' * 100_000); time.sleep(0.5); raise SystemExit('the end')"
+    command = [sys.executable, "-c", text]
+    with pytest.raises(ImportError, match="op library for torch failed") as caught:
+        _build._run(command, "torch")
+    assert str(caught.value).endswith("the end")
+    assert capsys.readouterr().err.count("dl_comm: building libdl_comm_torch.so: ") >= 2

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from dl_comm._text import runs_text
+from dl_comm.doctor import _frameworks
 from dl_comm.doctor._checks import numbers_of
 from dl_comm.doctor._launcher import launch_of, without_launcher
 from dl_comm.doctor._network import _address
+from dl_comm.doctor._probes import Failed
 from dl_comm.doctor._ranks import check as check_ranks
 from dl_comm.doctor._ranks import path
 from dl_comm.doctor._single_rank import _two_ranks
@@ -63,6 +65,34 @@ def test_all_checks_without_a_launcher() -> None:
         check = found(content, "frameworks", framework)
         assert check["verdict"] != "bad"
         assert not check["facts"]["installed"] or check["facts"]["import_s"] > 0
+    check = found(content, "frameworks", "torch.distributed")
+    assert check["verdict"] == "ok"
+    assert check["facts"]["library"] is None or check["facts"]["all_reduce_is_right"] is True
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [(Failed("was killed by signal 11"), "was killed by signal 11"), ({"all_reduce_is_right": False}, "is wrong")],
+)
+def test_a_backend_that_does_not_work(
+    result: Failed | dict[str, bool], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fake:
+        def __init__(self, *arguments: str) -> None:
+            self._is_backend = arguments == ("distributed",)
+
+        def result(self) -> Any:
+            if self._is_backend and isinstance(result, Failed):
+                raise result
+            return result if self._is_backend else {"import_s": 1.0, "cuda_build": None}
+
+    monkeypatch.setattr(_frameworks, "Probe", Fake)
+    monkeypatch.setattr(_frameworks, "existing_library", lambda name: Path("/there") / name)
+    monkeypatch.setattr(_frameworks, "is_installed", lambda name: name == "torch")
+    monkeypatch.setattr(_frameworks, "framework_version", lambda name: f"{name}-2.15.0")
+    (check,) = [each for each in _frameworks.Frameworks(True).check() if each.name == "torch.distributed"]
+    assert check.verdict == "bad"
+    assert text in check.text
 
 
 def test_leftovers_and_unknown_variables_are_named(tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ def test_metrics_of_a_synthetic_job(tmp_path: Path) -> None:
     assert whole["overlap"] == pytest.approx(0.6)
     steps = whole["steps"]
     assert (steps["count"], len(steps["series"])) == (4, 4)
-    assert [steps["median_s"], steps["p95_s"], steps["exposed_median_s"]] == pytest.approx([1e-3, 1e-3, 4e-5])
+    assert [steps["median_s"], steps["p95_s"]] == pytest.approx([1e-3, 1e-3])
+    assert steps["exposed_most"] == {"rank": 0, "median_s": pytest.approx(4e-5)}
     assert whole["late"]["rows"] == whole["late"]["columns"] == ["0", "1"]
     assert whole["late"]["seconds"] == [[0, pytest.approx(5 * 50e-6)], [0, 0]]
     assert whole["last"] == [{"rank": 1, "times": 5, "seconds": pytest.approx(5 * 50e-6)}]
@@ -86,6 +87,24 @@ def test_metrics_of_a_synthetic_job(tmp_path: Path) -> None:
     assert (size["exponent"], size["calls"], size["rate"]) == (10, 10, pytest.approx(1e7))
     assert content["reference"] == {"rate": size["best"], "source": "the best call of this timeline", "measured": False}
     assert report(metrics_of(tmp_path), (2 * GB, "x"))["reference"] == {"rate": 2 * GB, "source": "x", "measured": True}
+
+
+def test_exposed_time_is_that_of_each_rank(tmp_path: Path) -> None:
+    """Rank 0 waits 700 µs of each step for rank 1, which waits for nobody."""
+    for rank in range(2):
+        steps = [event for n in range(5) for event in a_step(rank, n, 1e6 + 1000 * n, 50.0 * rank)]
+        for event in steps:
+            if event["cat"] == "exposed":
+                event["dur"] = 0.0 if rank else 700.0
+        write(tmp_path, rank, steps)
+    steps = report(metrics_of(tmp_path), None)["all"]["steps"]
+    assert steps["exposed_most"] == {"rank": 0, "median_s": pytest.approx(7e-4)}
+    assert steps["exposed_least"] == {"rank": 1, "median_s": 0}
+    assert [part["exposed_s"] for part in steps["series"]] == pytest.approx([7e-4] * 4)
+    page = tmp_path / "page.html"
+    finished = timeline(tmp_path, "-o", str(tmp_path / "trace.json"), "--html", str(page))
+    assert "exposed communication a step: 700 µs on rank 0, 0 on rank 1; overlap" in finished.output, finished.output
+    assert "700 µs on rank 0, 0 on rank 1" in page.read_text()
 
 
 def test_quantiles_and_size_classes() -> None:

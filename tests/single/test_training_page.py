@@ -23,7 +23,9 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
         ("torch", "scaled_lr", ["model.pt"], r"error 0\.0\d\d\d, good"),
         pytest.param("keras", "scaled_lr", ["model.keras"], r"loss [01]\.\d+", marks=pytest.mark.heavy),
         ("torch", "seed_rank", ["model.pt"], r"the end: \d+ steps, in epoch 4\n"),
-        pytest.param("torch", "shard", [], r"evaluation: error 0\.00\d+ of 101\n", marks=pytest.mark.heavy),
+        pytest.param(
+            "torch", "DistributedSampler", [], r"evaluation: error 0\.00\d+ of 101\n", marks=pytest.mark.heavy
+        ),
     ],
 )
 def test_the_scripts(

@@ -6,9 +6,11 @@ from typing import Any
 
 from dl_comm._build import existing_library
 from dl_comm._frameworks import FRAMEWORKS, framework_version, is_installed
-from dl_comm.doctor._checks import Check
+from dl_comm.doctor._checks import Check, Verdict
 from dl_comm.doctor._probes import Failed, Probe
 from dl_comm.doctor._tested import is_tested, tested_text
+
+_BACKEND = "torch.distributed"
 
 
 class Frameworks:
@@ -25,6 +27,9 @@ class Frameworks:
         for framework in self._installed if imports else ():
             operations = "operations" if self._libraries[framework] else "none"
             self._probes[framework] = Probe("framework", framework, operations)
+        self._backend = existing_library(_BACKEND) if "torch" in self._installed else None
+        if imports and self._backend:
+            self._probes[_BACKEND] = Probe("distributed")
 
     def check(self) -> list[Check]:
         """The checks."""
@@ -32,6 +37,7 @@ class Frameworks:
         for framework in FRAMEWORKS:
             if framework in self._installed:
                 checks += [self._version(framework), self._operations(framework)]
+                checks += [self._distributed()] if framework == "torch" else []
             else:
                 checks.append(Check("frameworks", framework, "ok", "not installed", {"installed": False}))
         return checks
@@ -59,5 +65,25 @@ class Frameworks:
         name = f"{framework} operations"
         if library:
             return Check("frameworks", name, "ok", str(library), {"library": str(library)})
-        text = f"not built for this version; run 'python -m dl_comm.build {framework}', or wait a minute at first use"
-        return Check("frameworks", name, "warn", text, {"library": None})
+        return Check("frameworks", name, "warn", _not_built(framework), {"library": None})
+
+    def _distributed(self) -> Check:
+        """The backend for ``init_process_group``, which many scripts do not need."""
+        facts: dict[str, Any] = {"library": self._backend and str(self._backend)}
+        verdict: Verdict = "ok"
+        text = str(self._backend or _not_built("torch"))
+        if probe := self._probes.get(_BACKEND):
+            try:
+                facts |= probe.result()
+            except Failed as error:
+                facts["error"], verdict, text = str(error), "bad", str(error)
+            else:
+                if facts["all_reduce_is_right"]:
+                    text = f"an all_reduce works; {text}"
+                else:
+                    verdict, text = "bad", "an all_reduce of one rank is wrong"
+        return Check("frameworks", _BACKEND, verdict, f"backend dl_comm: {text}", facts)
+
+
+def _not_built(framework: str) -> str:
+    return f"not built for this version; run 'dl-comm build {framework}', or wait a minute at first use"

@@ -30,6 +30,21 @@ def framework(name: str, operations: str) -> dict[str, Any]:
     return result
 
 
+def distributed() -> dict[str, Any]:
+    """The backend of ``torch.distributed``, built before, on one rank."""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("dl_comm", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        numbers = torch.arange(4.0)
+        dist.all_reduce(numbers)
+        dist.destroy_process_group()
+    return {"all_reduce_is_right": numbers.tolist() == [0, 1, 2, 3]}
+
+
 def mpi4py() -> dict[str, Any]:
     """The MPI of mpi4py, without starting it."""
     import mpi4py as package
@@ -110,7 +125,7 @@ def single_rank() -> dict[str, Any]:
     return described
 
 
-_PROBES = {"framework": framework, "mpi4py": mpi4py, "gpu": gpu, "single_rank": single_rank}
+_PROBES = {"framework": framework, "distributed": distributed, "mpi4py": mpi4py, "gpu": gpu, "single_rank": single_rank}
 
 if __name__ == "__main__":
     # Python put this file's folder first; its private modules must not shadow others.

@@ -15,7 +15,7 @@ from dl_comm.timeline._merge import merge
 from dl_comm.timeline._metrics import TraceMetrics
 from dl_comm.timeline._page import page
 from dl_comm.timeline._recent import Recent
-from dl_comm.timeline._report import report
+from dl_comm.timeline._report import exposed_text, report
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m dl_comm.timeline") -> int:
@@ -101,7 +101,7 @@ def _summary(content: dict[str, Any], notes: list[str]) -> list[str]:
         f"{len(content['ranks'])} ranks, {time_text(content['seconds'])}, {view['calls']} calls"
         + (f", {view['failed']} of them failed" if view["failed"] else ""),
         f"steps: {steps['count']}, median {time_text(steps['median_s'])}, 95 % below {time_text(steps['p95_s'])}",
-        f"exposed communication a step: {time_text(steps['exposed_median_s'])}; overlap {view['overlap']:.0%}",
+        f"exposed communication a step: {exposed_text(steps)}; overlap {view['overlap']:.0%}",
     ]
     for row in view["last"][:3]:
         lines.append(

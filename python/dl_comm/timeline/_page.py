@@ -14,6 +14,7 @@ from typing import Any
 from dl_comm._text import size_text, time_text
 from dl_comm.timeline import _charts
 from dl_comm.timeline._recent import Row
+from dl_comm.timeline._report import exposed_text
 
 _OTHERS = "others"
 _KINDS = {
@@ -73,7 +74,11 @@ def _tiles(view: dict[str, Any]) -> str:
             time_text(steps["median_s"]),
             f"95 % below {time_text(steps['p95_s'])}; {steps['count']} steps",
         ),
-        ("exposed a step", time_text(steps["exposed_median_s"]), "communication that computation does not hide"),
+        (
+            "exposed a step",
+            time_text(steps["exposed_most"] and steps["exposed_most"]["median_s"]),
+            f"median of the rank that waits most; {exposed_text(steps)}",
+        ),
         ("overlap", f"{view['overlap']:.0%}", "of the communication time is hidden"),
         (
             "straggler",
@@ -99,7 +104,7 @@ def _table(content: dict[str, Any]) -> str:
             size_text(view["bytes"]),
             time_text(steps["median_s"]),
             time_text(steps["p95_s"]),
-            time_text(steps["exposed_median_s"]),
+            exposed_text(steps),
             time_text(view["exposed_s"]),
             "–" if name == _OTHERS else f"{view['overlap']:.0%}",
         )

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from typing import Any
 
+from dl_comm._text import time_text
 from dl_comm.timeline._metrics import OTHERS, TeamMetrics, TraceMetrics
 
 _MOST_BINS = 100
@@ -86,23 +87,35 @@ def _view(team: TeamMetrics, ranks: list[int]) -> dict[str, Any]:
 def _steps(team: TeamMetrics, ranks: list[int]) -> dict[str, Any]:
     times = [team.step_times(rank) for rank in ranks]
     exposed = [team.step_exposed(rank) for rank in ranks]
-    flat, flat_exposed = [t for own in times for t in own], [t for own in exposed for t in own]
+    flat = [t for own in times for t in own]
     count = max(map(len, times), default=0)
     width = max(1, math.ceil(count / _MOST_BINS))
     series = []
     for begin in range(0, count, width):
         part = [t for own in times for t in own[begin : begin + width]]
-        waited = [t for own in exposed for t in own[begin : begin + width]]
-        series.append({"time_s": quantile(part, 0.5), "most_s": max(part), "exposed_s": quantile(waited, 0.5)})
+        waited = [median for own in exposed if (median := quantile(own[begin : begin + width], 0.5)) is not None]
+        series.append({"time_s": quantile(part, 0.5), "most_s": max(part), "exposed_s": max(waited)})
+    # Of each rank: a straggler waits for nobody, and its zeros would hide what it costs the others.
+    medians = {rank: quantile(own, 0.5) or 0.0 for rank, own in zip(ranks, exposed, strict=True) if own}
+    by_rank = [{"rank": rank, "median_s": medians[rank]} for rank in sorted(medians, key=lambda rank: -medians[rank])]
     return {
         "count": count,
         "width": width,
         "median_s": quantile(flat, 0.5),
         "p95_s": quantile(flat, 0.95),
-        "exposed_median_s": quantile(flat_exposed, 0.5),
-        "exposed_p95_s": quantile(flat_exposed, 0.95),
+        "exposed_most": by_rank[0] if by_rank else None,
+        "exposed_least": by_rank[-1] if by_rank else None,
         "series": series,
     }
+
+
+def exposed_text(steps: dict[str, Any]) -> str:
+    """The exposed time of a step on the rank that waits most, and on the one that waits least."""
+    most, least = steps["exposed_most"], steps["exposed_least"]
+    if most is None:
+        return time_text(None)
+    text = f"{time_text(most['median_s'])} on rank {most['rank']}"
+    return text if most["rank"] == least["rank"] else f"{text}, {time_text(least['median_s'])} on rank {least['rank']}"
 
 
 def quantile(values: list[float], share: float) -> float | None:
