@@ -171,9 +171,10 @@ class Gloo(Tensors):
         self.distributed = importlib.import_module("torch.distributed")
         self.flat = importlib.import_module("torch._utils")
         self.rank, self.ranks = join_gloo()
+        self.all_reduce: Callable[[Any], Any] = self.distributed.all_reduce
 
     def operation(self, mode: str) -> Operation:
-        all_reduce, ranks = self.distributed.all_reduce, self.ranks
+        all_reduce, ranks = self.all_reduce, self.ranks
 
         def each(tensors: list[Any]) -> list[Any]:
             for tensor in tensors:
@@ -191,6 +192,20 @@ class Gloo(Tensors):
 
     def close(self) -> None:
         self.distributed.destroy_process_group()
+
+
+class DeepSpeed(Gloo):
+    """DeepSpeed's allreduce in shared memory, which it uses for inference on CPUs, called without its other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        importlib.import_module("deepspeed.ops.op_builder").ShareMemCommBuilder().load(verbose=False).initialize(
+            self.ranks, self.rank
+        )
+        self.all_reduce = self.torch.ops.deepspeed.inference_all_reduce_
+
+    def refusal(self, dtype: str) -> str | None:
+        return "DeepSpeed's allreduce has no float64" if dtype == "f64" else None
 
 
 class Mpi4py(Arrays):
@@ -242,6 +257,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "torch": TorchBinding,
     "torch-inplace": TorchBindingInPlace,
     "gloo": Gloo,
+    "deepspeed": DeepSpeed,
     "mpi4py": Mpi4py,
 }
 """The contenders by the name on a worker's command line."""

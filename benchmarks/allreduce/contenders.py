@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,6 +102,19 @@ def torch_gloo(tools: Tools, ranks: int) -> Launch:
     return gloo(ranks, python_command("gloo"), environment(tools, ranks))
 
 
+def torch_deepspeed(tools: Tools, ranks: int) -> Launch:
+    """DeepSpeed's allreduce in shared memory, which is compiled here the first time."""
+    package("torch")
+    package("deepspeed")
+    build = "from deepspeed.ops.op_builder import ShareMemCommBuilder; ShareMemCommBuilder().load()"
+    done = subprocess.run([sys.executable, "-c", build], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Missing(f"DeepSpeed's ShareMemComm does not compile: {done.stderr.strip().splitlines()[-1]}")
+    # It names its shared memory by these, and uses it only if it knows that all ranks are on this host.
+    own = {"LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
+    return gloo(ranks, python_command("deepspeed"), {**environment(tools, ranks), **own})
+
+
 def cuda_ours(path: str) -> Start:
     """dl_comm on GPU tensors, with this path."""
 
@@ -181,6 +195,7 @@ CONTENDERS = (
         "torch-inplace", "ours", "dl_comm, torch in place", python_mpich("torch-inplace", "dl_comm", "torch"), "torch"
     ),
     AllreduceContender("gloo", "peer", "torch.distributed, gloo", torch_gloo, modes=PEER_MODES),
+    AllreduceContender("deepspeed", "peer", "DeepSpeed, shared memory", torch_deepspeed, modes=PEER_MODES),
     AllreduceContender("mpich", "peer", "MPICH, C", c_mpich, modes=PEER_MODES),
     AllreduceContender("mpich-mpi4py", "peer", "MPICH, mpi4py", mpi4py_mpich, modes=PEER_MODES),
     AllreduceContender("openmpi", "peer", "Open MPI, C", c_openmpi, modes=PEER_MODES),

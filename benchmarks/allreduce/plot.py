@@ -22,6 +22,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "torch": {"color": "#31a354", "marker": "^"},
     "torch-inplace": {"color": "#006d2c", "marker": "v"},
     "gloo": {"color": "#e6550d", "marker": "x"},
+    "deepspeed": {"color": "#31a354", "marker": "+"},
     "mpich": {"color": "#a50f15", "marker": "+"},
     "mpich-mpi4py": {"color": "#fb6a4a", "marker": "1"},
     "openmpi": {"color": "#6a51a3", "marker": "+"},
