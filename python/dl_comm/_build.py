@@ -238,17 +238,15 @@ def _locked(path: Path) -> Iterator[None]:
 def _build(name: str, folder: Path, core_folder: str = str(PACKAGE)) -> None:
     # CMake reads CXX itself; it may contain arguments.
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    version, prebuilt = framework_version(_LIBRARIES[name].framework), prebuilt_abis(name)
+    which = f"this package has it for {', '.join(prebuilt)}" if prebuilt else "this package has none"
     if compiler is None and "CXX" not in os.environ:
-        version = framework_version(_LIBRARIES[name].framework)
-        prebuilt = prebuilt_abis(name)
-        which = f"this package has it for {', '.join(prebuilt)}" if prebuilt else "this package has none"
         raise ImportError(
             f"no C++ compiler found, and dl_comm's op library for {name} is not built for {version} ({which}): "
             "install one (for example g++), set CXX, or run 'python -m dl_comm.build' where one is installed"
         )
-    _log.warn(
-        f"building {_LIBRARIES[name].file} for {framework_version(_LIBRARIES[name].framework)} (once, about a minute)"
-    )
+    why = f": {which}" if prebuilt else ""
+    _log.warn(f"building {_LIBRARIES[name].file} for {version} (once, about a minute){why}")
     with tempfile.TemporaryDirectory(prefix="build.", dir=folder) as build:
         options = [
             f"-DDL_COMM_WITH_{library.option}={'ON' if each == name else 'OFF'}" for each, library in _LIBRARIES.items()

@@ -96,6 +96,19 @@ def test_a_failed_build_shows_the_error(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.so"))
 
 
+def test_a_build_says_what_the_package_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before it compiles: a package with libraries for other versions."""
+    monkeypatch.setattr(_build, "prebuilt_abis", lambda name: ["torch-2.8", "torch-2.9"])
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(ImportError, match="op library for torch.distributed failed"):
+        _build._build("torch.distributed", tmp_path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dl_comm: building libdl_comm_c10d.so for torch-")
+    assert line.endswith("(once, about a minute): this package has it for torch-2.8, torch-2.9")
+
+
 def test_an_unknown_framework_is_refused() -> None:
     command = [sys.executable, "-m", "dl_comm.build", "caffe"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
