@@ -18,7 +18,7 @@ import dl_comm.torch
 def train(checkpoint: Path, epochs: int, **numbers: Any) -> float:
     """Fit y = 3 x + 1, each rank with its own samples. Without a launcher, `numbers` are those of `dl_comm.init`."""
     dl_comm.init(**numbers)
-    rank, launcher = dl_comm.rank(), dl_comm.topology()["launcher"]
+    launcher = dl_comm.topology()["launcher"]
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = dl_comm.torch.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -27,9 +27,8 @@ def train(checkpoint: Path, epochs: int, **numbers: Any) -> float:
         saved = dl_comm.torch.load_checkpoint(checkpoint)
         model.load_state_dict(saved["model"])
         first = saved["epoch"]
-    if rank == 0:
-        print(f"{dl_comm.size()} ranks, started by {launcher}, begin with epoch {first}", flush=True)
-    generator = torch.Generator().manual_seed(rank)
+    dl_comm.print0(f"{dl_comm.size()} ranks, started by {launcher}, begin with epoch {first}")
+    generator = torch.Generator().manual_seed(dl_comm.rank())
     for epoch in range(first, epochs):
         for _ in range(50):
             inputs = torch.rand(32, 1, generator=generator)
@@ -39,8 +38,7 @@ def train(checkpoint: Path, epochs: int, **numbers: Any) -> float:
             optimizer.step()
         dl_comm.torch.save_checkpoint(checkpoint, model=model, epoch=epoch + 1)
     slope = model.weight.item()
-    if rank == 0:
-        print(f"slope {slope:.2f}", flush=True)
+    dl_comm.print0(f"slope {slope:.2f}")
     dl_comm.finalize()
     return slope
 

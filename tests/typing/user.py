@@ -145,3 +145,21 @@ def other_libraries(x: Array) -> None:
     assert_type(cray.get_waited(0), float)
     assert_type(dl_comm.push_communicator("a"), int)
     assert_type(torchmpi.communicator().local, Group)
+
+
+def helpers(x: Array, group: Group, model: torch.nn.Module) -> None:
+    """Decisions, output, checkpoints."""
+    assert_type(dl_comm.any_rank(x.max() > 1), bool)
+    assert_type(group.any_rank(True), bool)
+    assert_type(dl_comm.random_states(), list[str])
+    dl_comm.set_random_states(dl_comm.random_states())
+    dl_comm.check_replicas(model, x, group=group)
+    group.check_replicas(model)
+    dl_comm.print0("loss", 0.5, end="")
+    dl_comm.get_logger(__name__, ranks=[0]).info("epoch %d", 3)
+    assert_type(dl_comm.training.shard(3, even="drop"), range)
+    dl_comm.training.shard(3, even=True)  # type: ignore[arg-type]
+    sampler = cdl.DistributedSampler(x)
+    sampler.advance(32)
+    assert_type(sampler.state_dict(), dict[str, int])
+    dl_comm.any_rank(True, team=1)  # type: ignore[call-arg]
