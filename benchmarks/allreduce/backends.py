@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import deepspeed
 from benchmarks.common.worker import join_gloo
 
 Operation = Callable[[list[Any]], list[Any]]
@@ -195,14 +196,11 @@ class Gloo(Tensors):
 
 
 class DeepSpeed(Gloo):
-    """DeepSpeed's allreduce in shared memory, which it uses for inference on CPUs, called without its other layers."""
+    """DeepSpeed's allreduce in shared memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        importlib.import_module("deepspeed.ops.op_builder").ShareMemCommBuilder().load(verbose=False).initialize(
-            self.ranks, self.rank
-        )
-        self.all_reduce = self.torch.ops.deepspeed.inference_all_reduce_
+        self.all_reduce = deepspeed.all_reduce(self.rank, self.ranks)
 
     def refusal(self, dtype: str) -> str | None:
         return "DeepSpeed's allreduce has no float64" if dtype == "f64" else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.allreduce.build import compile_program, spin_library
+from benchmarks.common import deepspeed
 from benchmarks.common.contenders import Contender, Start, gloo, mpich, unlaunched
 from benchmarks.common.processes import Launch
 from benchmarks.common.tools import Missing, Tools, mpich_program, package, program
@@ -105,13 +105,7 @@ def torch_gloo(tools: Tools, ranks: int) -> Launch:
 def torch_deepspeed(tools: Tools, ranks: int) -> Launch:
     """DeepSpeed's allreduce in shared memory, which is compiled here the first time."""
     package("torch")
-    package("deepspeed")
-    build = "from deepspeed.ops.op_builder import ShareMemCommBuilder; ShareMemCommBuilder().load()"
-    done = subprocess.run([sys.executable, "-c", build], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Missing(f"DeepSpeed's ShareMemComm does not compile: {done.stderr.strip().splitlines()[-1]}")
-    # It names its shared memory by these, and uses it only if it knows that all ranks are on this host.
-    own = {"LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
+    own = deepspeed.environment(ranks)
     return gloo(ranks, python_command("deepspeed"), {**environment(tools, ranks), **own})
 
 

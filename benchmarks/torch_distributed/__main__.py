@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.torch_distributed as package
-from benchmarks.common import machine, plot
+from benchmarks.common import deepspeed, machine, plot
 from benchmarks.common import options as common
 from benchmarks.common.grid import number, ratio
-from benchmarks.common.tools import Tools
+from benchmarks.common.tools import Missing, Tools
 
 ROOT = Path(__file__).parents[2]
 LARGE = [1 << 20, 8 << 20, 64 << 20]
@@ -34,6 +34,12 @@ def measure(ranks: int, options: dict[str, Any], deadline_s: float) -> list[Case
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    try:
+        own, with_deepspeed = deepspeed.environment(ranks), True
+    except Missing as missing:
+        print(f"left out: deepspeed: {missing}", file=sys.stderr)
+        own, with_deepspeed = {}, False
+    options = {**options, "deepspeed": with_deepspeed}
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.torch_distributed.worker", json.dumps(options)]
     running = [
@@ -42,7 +48,7 @@ def measure(ranks: int, options: dict[str, Any], deadline_s: float) -> list[Case
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "DL_COMM_DUMP_DIR": "none", **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, "DL_COMM_DUMP_DIR": "none", **own, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(ranks)
     ]
@@ -74,8 +80,9 @@ def exposed(case: Case) -> dict[str, float]:
 def markdown(cases: list[Case]) -> str:
     """The tables of collectives and of training steps."""
     lines = [
-        "| ranks | collective | bytes | dl_comm, µs | gloo, µs | gloo / dl_comm | over the core, µs |",
-        "|---" * 7 + "|",
+        "| ranks | collective | bytes | dl_comm, µs | gloo, µs "
+        "| gloo / dl_comm | DeepSpeed / dl_comm | over the core, µs |",
+        "|---" * 8 + "|",
     ]
     steps = ["| ranks | step | dl_comm, ms | gloo, ms | gloo / dl_comm | exposed, dl_comm | exposed, gloo | ratio |"]
     steps.append("|---" * 8 + "|")
@@ -84,7 +91,17 @@ def markdown(cases: list[Case]) -> str:
         ours, gloo = found["dl_comm"], found["gloo"]
         if "bytes" in case:
             above = number(ours - found["core"]) if "core" in found else "-"
-            cells = [case["ranks"], case["case"], case["bytes"], number(ours), number(gloo), ratio(gloo, ours), above]
+            peer = ratio(found["deepspeed"], ours) if "deepspeed" in found else "-"
+            cells = [
+                case["ranks"],
+                case["case"],
+                case["bytes"],
+                number(ours),
+                number(gloo),
+                ratio(gloo, ours),
+                peer,
+                above,
+            ]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
         else:
             waits = exposed(case)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dl_comm
 import dl_comm.torch as cdl
+from benchmarks.common import deepspeed
 from benchmarks.common.benchmark_run import rotated
 from benchmarks.training.torch_networks import TASKS, loss
 
@@ -38,6 +39,7 @@ class Worker:
         dl_comm.init(nthread_per_team=1, nteams=1)  # for the contender "core"
         self.groups = {"dl_comm": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.deepspeed = deepspeed.all_reduce(self.rank, self.size) if options["deepspeed"] else None
 
     def slowest(self, seconds: float) -> float:
         """The largest value of all ranks."""
@@ -82,6 +84,8 @@ class Worker:
                     calls["core"] = lambda i, ring=ring: cdl.allreduce(
                         ring[i % len(ring)][0], out=ring[i % len(ring)][0]
                     )
+                    if self.deepspeed:
+                        calls["deepspeed"] = lambda i, ring=ring: self.deepspeed(ring[i % len(ring)][0])
                 batch = next((batch for most, batch in BATCHES.items() if bytes_ <= most), 1)
                 self.compare({"case": name, "bytes": bytes_}, calls, batch, self.options["seconds"])
 
