@@ -61,8 +61,9 @@ pub(super) unsafe fn to_device(device: *const CDevice) -> Option<Device> {
 pub(super) fn to_timeout(seconds: f64) -> Timeout {
     match seconds {
         0.0 => Timeout::GroupDefault,
-        seconds if seconds > 0.0 => Timeout::from_seconds(seconds),
-        _ => Timeout::Override(None),
+        seconds if seconds < 0.0 => Timeout::Override(None),
+        // NaN is the group's, too.
+        seconds => Timeout::from_seconds(seconds),
     }
 }
 

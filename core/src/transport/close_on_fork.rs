@@ -5,20 +5,37 @@
 
 use std::net::TcpStream;
 use std::ops::Deref;
-use std::os::fd::AsRawFd;
-use std::sync::Once;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Once, OnceLock};
 
-/// The open sockets; -1 is free. The failure detector has at most 64 for 2^32 hosts, the server of a store one a rank.
-static OPEN: [AtomicI32; 1024] = [const { AtomicI32::new(-1) }; 1024];
+/// A bit for each descriptor of a block: whether it is such a socket.
+type Block = [AtomicU64; 1 << 10];
+/// Descriptors of a block.
+const BLOCK: usize = 64 << 10;
+
+/// The descriptors that are such sockets, by block; each block is made by its first one. The blocks are for 4 million, four
+/// times what Linux allows a process by default.
+static OPEN: [OnceLock<Box<Block>>; 64] = [const { OnceLock::new() }; 64];
+
+/// The word with the bit of a descriptor, and the bit. Makes the block if it is missing; `None` beyond the last block.
+fn bit(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
+    let fd = usize::try_from(fd).ok()?;
+    let block = OPEN.get(fd / BLOCK)?.get_or_init(|| Box::new([const { AtomicU64::new(0) }; 1 << 10]));
+    Some((&block[fd % BLOCK / 64], 1 << (fd % 64)))
+}
 
 /// The handler runs in the forked child; only async-signal-safe calls are allowed there.
 extern "C" fn close_all() {
-    for slot in &OPEN {
-        let fd = slot.swap(-1, Ordering::Relaxed);
-        if fd >= 0 {
-            // SAFETY: closes the child's copy. The thread that uses the socket does not exist in the child.
-            unsafe { libc::close(fd) };
+    for (number, block) in OPEN.iter().enumerate().filter_map(|(number, block)| Some((number, block.get()?))) {
+        for (index, word) in block.iter().enumerate() {
+            let mut bits = word.swap(0, Ordering::Relaxed);
+            while bits != 0 {
+                let fd = number * BLOCK + index * 64 + bits.trailing_zeros() as usize;
+                // SAFETY: closes the child's copy. The thread that uses the socket does not exist in the child.
+                unsafe { libc::close(fd as RawFd) };
+                bits &= bits - 1;
+            }
         }
     }
 }
@@ -38,9 +55,9 @@ impl<T: AsRawFd> CloseOnFork<T> {
             // inherit the sockets.
             let _status = unsafe { libc::pthread_atfork(None, None, Some(close_all)) };
         });
-        let store =
-            |slot: &AtomicI32| slot.compare_exchange(-1, stream.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed);
-        let _stored = OPEN.iter().any(|slot| store(slot).is_ok());
+        if let Some((word, bit)) = bit(stream.as_raw_fd()) {
+            word.fetch_or(bit, Ordering::Relaxed);
+        }
         CloseOnFork(stream)
     }
 }
@@ -55,10 +72,9 @@ impl<T: AsRawFd> Deref for CloseOnFork<T> {
 
 impl<T: AsRawFd> Drop for CloseOnFork<T> {
     fn drop(&mut self) {
-        let fd = self.0.as_raw_fd();
         // Unregister before the close: afterwards the descriptor number may be reused.
-        for slot in &OPEN {
-            let _result = slot.compare_exchange(fd, -1, Ordering::Relaxed, Ordering::Relaxed);
+        if let Some((word, bit)) = bit(self.0.as_raw_fd()) {
+            word.fetch_and(!bit, Ordering::Relaxed);
         }
     }
 }
@@ -69,6 +85,24 @@ mod tests {
     use std::io::Read;
     use std::net::TcpListener;
     use std::time::Duration;
+
+    #[test]
+    fn any_number_of_sockets_is_registered() {
+        /// A descriptor that is never used: the process has fewer open files.
+        struct Number(RawFd);
+        impl AsRawFd for Number {
+            fn as_raw_fd(&self) -> RawFd {
+                self.0
+            }
+        }
+        let is_set = |fd| bit(fd).is_some_and(|(word, bit)| word.load(Ordering::Relaxed) & bit != 0);
+        // Near the end of the default limit, which no test reaches.
+        let sockets: Vec<_> = (1_040_000..1_045_000).map(|fd| CloseOnFork::new(Number(fd))).collect();
+        assert!((1_040_000..1_045_000).all(is_set) && !is_set(1_045_000) && !is_set(1_039_999));
+        drop(sockets);
+        assert!(!(1_040_000..1_045_000).any(is_set));
+        drop(CloseOnFork::new(Number(RawFd::MAX)));
+    }
 
     #[test]
     fn a_forked_child_does_not_keep_a_connection_open() {

@@ -6,7 +6,7 @@
 //! Thread rule: any thread.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -206,6 +206,8 @@ impl GroupMemory {
                 None => link = &block.next,
             }
         };
+        // Who sees one of these sees that the entry was free: `visit` has the other half.
+        fence(Ordering::Release);
         entry.control.store(control, Ordering::Relaxed);
         entry.done.store(0, Ordering::Relaxed);
         entry.key.store(key, Ordering::Release);
@@ -277,7 +279,14 @@ impl HostGroups for GroupMemory {
                     if key == 0 || entry.done.load(Ordering::Relaxed) == 1 {
                         continue;
                     }
-                    let control = self.arenas.resolve(local_rank, entry.control.load(Ordering::Relaxed), 1);
+                    let control = entry.control.load(Ordering::Relaxed);
+                    // Its owner may have freed and published it again meanwhile: the next visit finds the new group. Until
+                    // `done` is set it does not.
+                    fence(Ordering::Acquire);
+                    if entry.key.load(Ordering::Relaxed) != key {
+                        continue;
+                    }
+                    let control = self.arenas.resolve(local_rank, control, 1);
                     // SAFETY: a control block that its owner keeps until `done` is set.
                     let is_done = control.is_none_or(|base| visit(key, &unsafe { RegionControl::attach(base) }));
                     if is_done {
