@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -188,5 +189,61 @@ fn hundreds_of_kinds_are_cached_and_replaced() {
                 assert!(data.iter().all(|&value| value == 0.5 + round as f32), "{len}: {data:?}");
             }
         }
+    });
+}
+
+/// Two threads of each rank start and run calls of the same group: neither runs one before a held one is completed.
+#[test]
+fn threads_of_a_rank_do_not_overtake_a_held_call() {
+    World::new(&[2]).run(|rank| {
+        let group = warm_up(rank, 4);
+        std::thread::scope(|scope| {
+            for thread in 0..2 {
+                scope.spawn(move || {
+                    for round in 0..3000 {
+                        let mut data = vec![(rank.rank * 2 + round) as f32; 4 + thread];
+                        if (round + thread) % 3 == 0 {
+                            run(group, &mut data).unwrap();
+                        } else {
+                            start(group, &mut data).wait(None, || {}).unwrap();
+                        }
+                        assert!(data.iter().all(|&value| value == (round + 1) as f32), "{round}: {data:?}");
+                    }
+                });
+            }
+        });
+    });
+}
+
+/// A thread of rank 0 is in a call that rank 1 makes only after rank 0's other thread has tested a handle.
+#[test]
+fn a_test_does_not_wait_for_a_call_of_another_thread() {
+    let tested = AtomicBool::new(false);
+    World::new(&[2]).run(|rank| {
+        let group = warm_up(rank, 4);
+        let mut data = [rank.rank as f32; 4];
+        if rank.rank == 1 {
+            // So that rank 0 holds its call.
+            sleep(Duration::from_millis(50));
+        }
+        let handle = start(group, &mut data);
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                let since = Instant::now();
+                while rank.rank == 1 && !tested.load(Ordering::Acquire) {
+                    assert!(since.elapsed() < Duration::from_secs(20), "the test waits for this call");
+                    sleep(Duration::from_millis(1));
+                }
+                run(group, &mut [0.0; 5]).unwrap();
+            });
+            if rank.rank == 0 {
+                sleep(Duration::from_millis(100));
+                handle.test();
+                tested.store(true, Ordering::Release);
+            }
+            handle.wait(None, || {}).unwrap();
+            other.join().unwrap();
+        });
+        assert_eq!(data, [0.5; 4]);
     });
 }

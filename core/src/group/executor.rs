@@ -82,7 +82,8 @@ impl Executor {
         if self.queued.load(Ordering::Acquire) > 0 {
             return None;
         }
-        let state = self.try_lock().filter(|state| !state.closed)?;
+        // Another thread may have left a call there since.
+        let state = self.try_lock().filter(|state| !state.closed && state.held.is_none())?;
         state.worker.channel.set_waiter(Waiter::Caller);
         Some(ExecutorGuard { executor: self, state })
     }
@@ -98,17 +99,19 @@ impl Executor {
     /// Completes `work` on this thread if the executor holds it, posted. Returns whether the lead thread must go on with
     /// it.
     pub fn run_posted(&self, work: &Arc<Work>) -> bool {
-        // A thread that has the executor completes it, or leaves it to the lead thread.
-        let Some(mut state) = self.try_lock() else { return false };
+        // Another thread may have the executor for a moment only, to find that it holds a call.
+        let Some(mut state) = self.try_lock() else { return true };
         let Some(posted) = state.take_posted(work) else { return false };
         self.queued.fetch_sub(1, Ordering::Release);
         state.worker.channel.set_waiter(Waiter::Caller);
         !ExecutorGuard { executor: self, state }.run(work, Some(posted))
     }
 
-    /// Whether the executor holds a call that it has posted; `work`, if given.
-    pub fn holds_posted(&self, work: Option<&Arc<Work>>) -> bool {
-        matches!(&self.lock().held, Some(Held::Posted(held, _)) if work.is_none_or(|work| Arc::ptr_eq(held, work)))
+    /// Whether the executor may hold a call that it has posted; `work`, if given. Does not wait: a thread that has the
+    /// executor may wait for other ranks, and they for what this thread does next.
+    pub fn may_hold_posted(&self, work: Option<&Arc<Work>>) -> bool {
+        let Some(state) = self.try_lock() else { return true };
+        matches!(&state.held, Some(Held::Posted(held, _)) if work.is_none_or(|work| Arc::ptr_eq(held, work)))
     }
 
     /// Counts a call that is about to be queued.

@@ -37,7 +37,7 @@ impl HeldCall {
 
     /// Leaves it to the lead thread.
     pub fn hand_over(&self) {
-        if !self.taken.swap(true, Ordering::AcqRel) && self.executor.holds_posted(Some(&self.work)) {
+        if !self.taken.swap(true, Ordering::AcqRel) && self.executor.may_hold_posted(Some(&self.work)) {
             wake_lead(&self.shared);
         }
     }

@@ -177,7 +177,7 @@ impl Drop for Group {
 }
 
 fn stop(shared: &GroupState, executor: &Executor) {
-    if executor.holds_posted(None) {
+    if executor.may_hold_posted(None) {
         wake_lead(shared);
     }
     shared.lead.get().into_iter().for_each(GroupThread::close);
