@@ -72,11 +72,17 @@ def from_code(code: int, message: str) -> CommError:
     return error
 
 
+def as_text(error: CommError) -> str:
+    """The text of an error in a framework's exception, from which ``error_of`` makes it again."""
+    code = next((code for code, kind in _BY_CODE.items() if isinstance(error, kind)), -7)
+    return f"dl_comm error {code}: {error}"
+
+
 def error_of(exception: BaseException) -> CommError | None:
     """Return the error of dl_comm that a framework's exception carries, or None if it carries none.
 
-    Operations in a graph of TensorFlow (a ``tf.function``, ``model.fit``, a session) or of ``torch.compile``, and
-    ``torch.distributed``, raise exceptions of the framework with the text of the error. All other calls raise a
+    Operations in a graph of TensorFlow (a ``tf.function``, ``model.fit``, a session), of ``torch.compile`` or of jax,
+    and ``torch.distributed``, raise exceptions of the framework with the text of the error. All other calls raise a
     `CommError` itself, which this returns as it is::
 
         try:

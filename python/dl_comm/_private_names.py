@@ -22,7 +22,7 @@ class PrivateName(NamedTuple):
     """A name, or a use of it by the framework, on which dl_comm depends."""
 
     framework: str
-    """Who checks it: torch, tensorflow, keras or tf1."""
+    """Who checks it: torch, tensorflow, keras (on each backend, or on one of them) or tf1."""
     name: str
     """The name."""
     where: str
@@ -36,7 +36,12 @@ class PrivateName(NamedTuple):
 
 
 _OPTIMIZER = "keras.src.optimizers.base_optimizer:BaseOptimizer"
-_TRAINER = "keras.src.backend.tensorflow.trainer:TensorFlowTrainer"
+_TF_TRAINER = "keras.src.backend.tensorflow.trainer:TensorFlowTrainer"
+_TRAINERS = {
+    "tensorflow": _TF_TRAINER,
+    "torch": "keras.src.backend.torch.trainer:TorchTrainer",
+    "jax": "keras.src.backend.jax.trainer:JAXTrainer",
+}
 _CONTEXT = "tensorflow.python.ops.control_flow_ops:ControlFlowContext"
 _XLA = "refuse to run inside a function that XLA compiles"
 
@@ -105,12 +110,27 @@ PRIVATE_NAMES = (
         "refuse a LossScaleOptimizer around a DistributedOptimizer",
         is_used=True,
     ),
-    PrivateName("keras", "train_function", f"{_TRAINER}.make_train_function", "trace a step again", is_used=True),
-    PrivateName("keras", "train_function", f"{_TRAINER}.fit", "broadcast before the first step", is_used=True),
+    *(
+        PrivateName(
+            f"keras on {backend}",
+            "train_function",
+            f"{trainer}.make_train_function",
+            "trace a step again",
+            is_used=True,
+        )
+        for backend, trainer in _TRAINERS.items()
+    ),
     PrivateName(
-        "keras",
+        "keras on tensorflow",
+        "train_function",
+        f"{_TF_TRAINER}.fit",
+        "broadcast before the first step",
+        is_used=True,
+    ),
+    PrivateName(
+        "keras on tensorflow",
         "_call_has_training_arg",
-        f"{_TRAINER}.train_step",
+        f"{_TF_TRAINER}.train_step",
         "build a model as its first step would",
         is_used=True,
     ),

@@ -21,12 +21,12 @@ def _session():
     keras.backend.clear_session()
 
 
-@pytest.mark.parametrize("library", ["tensorflow", "keras", "tf1"])
+@pytest.mark.parametrize("library", ["tensorflow", "keras", "keras on tensorflow", "tf1"])
 def test_the_libraries_have_them(library: str) -> None:
     assert [each for each in listed(library) if not is_there(each)] == []
 
 
-@pytest.mark.parametrize("gone", listed("keras"), ids=lambda each: each.name)
+@pytest.mark.parametrize("gone", [*listed("keras"), *listed("keras on tensorflow")], ids=lambda each: each.name)
 def test_keras_checks_them(gone: PrivateName, monkeypatch: pytest.MonkeyPatch) -> None:
     fails_without(monkeypatch, gone, lambda: dk.DistributedOptimizer(keras.optimizers.SGD()))
     fails_without(monkeypatch, gone, dk.SyncBatchNormalization)

@@ -1,4 +1,4 @@
-"""dl_comm for Keras 3 on TensorFlow: `model.fit` on several ranks.
+"""dl_comm for Keras 3 on TensorFlow, torch or jax: `model.fit` on several ranks.
 
     model.compile(dl_comm.keras.DistributedOptimizer(keras.optimizers.Adam(1e-3 * dl_comm.size())), loss=...)
     model.fit(my_shard, callbacks=[dl_comm.keras.BroadcastCallback(), dl_comm.keras.MetricAverageCallback()])
@@ -7,28 +7,21 @@ Every rank runs the same script on its part of the data, with the same number of
 write files on rank 0 only. Use callbacks that decide (EarlyStopping, ReduceLROnPlateau) on all ranks, after
 MetricAverageCallback, so that they see the same numbers. These classes call `dl_comm.init()` if needed.
 
-Errors are those of `dl_comm.tensorflow`. Thread rule: as Keras, one thread trains a model.
+Errors are those of `dl_comm.tensorflow` or `dl_comm.torch`; on jax, `dl_comm.error_of` finds them. Thread rule: as
+Keras, one thread trains a model.
 """
 
 from __future__ import annotations
 
-import keras
-
-if not keras.__version__.startswith("3.") or keras.backend.backend() != "tensorflow":
-    raise ImportError(
-        f"dl_comm.keras needs Keras 3 on TensorFlow, but this is Keras {keras.__version__} on "
-        f"{keras.backend.backend()}: set KERAS_BACKEND=tensorflow before the first import of keras"
-    )
-
-from dl_comm.keras._callbacks import (  # noqa: E402
+from dl_comm.keras._callbacks import (
     BroadcastCallback,
     MetricAverageCallback,
     StatsCallback,
     average_logs,
 )
-from dl_comm.keras._normalization import SyncBatchNormalization  # noqa: E402
-from dl_comm.keras._optimizer import DistributedOptimizer, load_model  # noqa: E402
-from dl_comm.keras._training import LearningRate  # noqa: E402
+from dl_comm.keras._normalization import SyncBatchNormalization
+from dl_comm.keras._optimizer import DistributedOptimizer, load_model
+from dl_comm.keras._training import LearningRate
 
 __all__ = [
     "BroadcastCallback",

@@ -5,21 +5,17 @@ Thread rule: as Keras's callbacks, which run on the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from dl_comm._groups import Group
-from dl_comm._metrics import average_metrics
-from dl_comm._private_names import check
+from dl_comm._metrics import any_rank, average_metrics
 from dl_comm._start import ensure_initialized
 from dl_comm._stats_writer import StatsWriter
+from dl_comm.keras._backend import check, on
 from dl_comm.keras._optimizer import group_of, has_started, retrace_train_step, shared_state
-from dl_comm.tensorflow import _ops
-from dl_comm.tensorflow._variables import broadcast_variables
 
 
 class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -30,8 +26,8 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
     the shapes of the first batch before the broadcast; variables that the first step creates are broadcast after that
     step. Put it first in the list of callbacks, on every rank.
 
-    It also disables XLA for the training step, because XLA cannot compile dl_comm's ops, and makes Keras trace the step
-    again if the trace may be older than the `DistributedOptimizer`.
+    It also disables the compiler of the training step, which cannot compile dl_comm's ops, except on jax; and makes
+    Keras trace the step again if the trace may be older than the `DistributedOptimizer`.
 
     `group`: the ranks that take part; `root` is a rank of the group. None: those of the model's `DistributedOptimizer`,
     else all.
@@ -41,15 +37,15 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, root: int = 0, *, group: Group | None = None) -> None:
         """Store the root and the group."""
-        check("keras")
+        check()
         super().__init__()
         self._root, self._group = root, group
         self._count: int | None = None
 
     def set_model(self, model: Any) -> None:
-        """Store the model, and disable XLA; Keras calls this before it creates the training step."""
+        """Store the model, and disable compilation; Keras calls this before it creates the training step."""
         super().set_model(model)
-        if getattr(model, "compiled", False) and model.jit_compile:
+        if not on.compiles and getattr(model, "compiled", False) and model.jit_compile:
             model.jit_compile = False
             model.train_function = None
         retrace_train_step(model)
@@ -60,7 +56,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if self.model.built:
             self._broadcast()
         else:
-            self.model.train_function = self._build_first(self.model.train_function)
+            self.model.train_function = on.build_first(self.model, self.model.train_function, self._broadcast)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After the first batch: broadcast again if that batch created variables."""
@@ -76,7 +72,7 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
         variables = _variables(self.model)
         self._count = len(variables)
         if variables:
-            broadcast_variables(variables, self._root, name="BroadcastCallback", group=self._ranks())
+            on.broadcast(variables, self._root, "BroadcastCallback", self._ranks())
             has_started(self.model.optimizer)
 
     def _build_optimizer_if_resumed(self) -> None:
@@ -84,25 +80,13 @@ class BroadcastCallback(keras.callbacks.Callback):  # type: ignore[misc]
         # build: Keras builds an optimizer only once, and the first step may still create variables.
         optimizer = self.model.optimizer
         built = optimizer is not None and optimizer.built
-        somewhere = float(_ops.average(float(built), name="BroadcastCallback optimizer", group=self._ranks())) > 0
-        if somewhere and optimizer is not None and not built and self.model.trainable_variables:
+        if (
+            any_rank(built, group=self._ranks())
+            and optimizer is not None
+            and not built
+            and self.model.trainable_variables
+        ):
             optimizer.build(self.model.trainable_variables)
-
-    def _build_first(self, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        # The first step of a deferred model creates its variables and would update them before the broadcast. Tracing
-        # the forward pass with the shapes of the data creates them without consuming a batch.
-        model = self.model
-
-        def first_step(iterator: Any) -> Any:
-            model.train_function = train_function
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(iterator.element_spec)
-            # As in Keras's train_step.
-            training = {"training": True} if getattr(model, "_call_has_training_arg", False) else {}
-            tf.function(lambda inputs: model(inputs, **training), autograph=False).get_concrete_function(x)
-            self._broadcast()
-            return train_function(iterator)
-
-        return first_step
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

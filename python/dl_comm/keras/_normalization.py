@@ -6,18 +6,17 @@ Thread rule: as Keras, one thread trains a model.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import keras
-import tensorflow as tf
+from keras import ops
 
 from dl_comm._groups import Group
-from dl_comm._private_names import check
 from dl_comm._start import ensure_initialized
-from dl_comm.tensorflow._collectives import allreduce
-from dl_comm.tensorflow._ops import no_autograph
+from dl_comm.keras._backend import check, on, untraced
 
 # That of layers that are made without one.
 _group_of_new: ContextVar[Group | None] = ContextVar("group of new layers", default=None)
@@ -53,32 +52,30 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         self._group = group or _group_of_new.get()
         self.supports_jit = False
         # Keras has no public name for the part that is different here.
-        check("keras")
+        check()
 
-    @no_autograph
+    @untraced
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """The mean and the variance of each channel, where the mask selects values."""
         ensure_initialized()
         shape = [1] * len(inputs.shape)
         shape[self.axis] = -1
         axes = [axis for axis, extent in enumerate(shape) if extent == 1]
-        number, rounding = tf.reduce_prod(tf.gather(tf.shape(inputs), axes)), 0.0
-        zero = tf.zeros([], inputs.dtype)
+        number, rounding = math.prod(ops.shape(inputs)[axis] for axis in axes), 0.0
+        zero = ops.zeros([], inputs.dtype)
         selected = True
         if mask is not None:
-            selected = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+            selected = ops.broadcast_to(ops.expand_dims(ops.cast(mask, "bool"), -1), ops.shape(inputs))
             # Keras adds this to the number of values.
-            number, rounding = tf.reduce_sum(tf.cast(selected, inputs.dtype), axes), keras.backend.epsilon()
+            number, rounding = ops.sum(ops.cast(selected, inputs.dtype), axes), keras.backend.epsilon()
 
         def total(numbers: Any) -> Any:
-            return tf.reduce_sum(numbers if mask is None else tf.where(selected, numbers, zero), axes)
+            return ops.sum(numbers if mask is None else ops.where(selected, numbers, zero), axes)
 
         name = "SyncBatchNormalization"
-        number, sums = allreduce(
-            [tf.cast(number, inputs.dtype), total(inputs)], group=self._group, name=f"{name}: sums"
-        )
+        number, sums = on.sums([ops.cast(number, inputs.dtype), total(inputs)], self._group, f"{name}: sums")
         number += rounding
         mean = sums / number
-        deviations = total(tf.square(inputs - tf.reshape(mean, shape)))
-        squares = allreduce(deviations, group=self._group, name=f"{name}: squares")
+        deviations = total(ops.square(inputs - ops.reshape(mean, shape)))
+        (squares,) = on.sums([deviations], self._group, f"{name}: squares")
         return mean, squares / number

@@ -6,7 +6,8 @@ before clipping.
 
 The first `apply` broadcasts the values of rank 0. In a training step that TensorFlow traces (`fit`, a `tf.function`)
 the broadcast runs during tracing, before the step. In an eager loop it runs after the first gradients, which then
-belong to different weights.
+belong to different weights; so on torch, where each step runs eagerly. On jax a traced step cannot broadcast: it
+needs a `BroadcastCallback`.
 
 Thread rule: as Keras's optimizers.
 """
@@ -14,20 +15,19 @@ Thread rule: as Keras's optimizers.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from dl_comm._errors import ArgumentError, DTypeError
+from dl_comm import _job
+from dl_comm._errors import ArgumentError, DTypeError, StateError
 from dl_comm._groups import Group
-from dl_comm._private_names import check
 from dl_comm._teams import new_owner, start_averages
 from dl_comm._tensor_names import agreed_order
+from dl_comm.keras._backend import NAME, check, names_of, on, untraced
 from dl_comm.keras._normalization import layers_of
-from dl_comm.tensorflow import _ops
-from dl_comm.tensorflow._variables import broadcast_variables
 
 
 class AveragingOptimizer:
@@ -37,6 +37,7 @@ class AveragingOptimizer:
     _dl_comm_group: Group | None = None
     _dl_comm_is_of_group = False
     _dl_comm_owner = 0
+    _dl_comm_name = ""  # the same on all ranks, for the calls of this optimizer
     _dl_comm_wrapped = False
     _dl_comm_in_use = False
     _dl_comm_starts = False  # the next `apply` broadcasts the values of rank 0
@@ -72,16 +73,33 @@ class AveragingOptimizer:
             trainable_variables = list(trainable_variables)
         known = self._trainable_variables if trainable_variables is None else trainable_variables  # type: ignore[attr-defined]
         if len(grads) == len(known):  # otherwise the wrapped class raises the error
-            if grads and self._dl_comm_places is None:
-                self._dl_comm_places = _agreed_places(known, self._dl_comm_group)
-            if self._dl_comm_starts and grads:
-                self._dl_comm_starts = False
-                _start_from_rank_0(self, known)
+            self._dl_comm_begin(grads, known)
             if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-                self._dl_comm_applied = [each for grad, each in zip(grads, known, strict=True) if grad is not None]
+                applied = [each for grad, each in zip(grads, known, strict=True) if grad is not None]
+                # Keras would count variables in an attribute among the optimizer's own.
+                object.__setattr__(self, "_dl_comm_applied", applied)
             else:
                 grads = self._dl_comm_average(grads, known)
         super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
+    ) -> Any:
+        """As the wrapped class does on jax; a LossScaleOptimizer does not call `apply` there."""
+        known = self._trainable_variables  # type: ignore[attr-defined]
+        if hasattr(self, "inner_optimizer") and len(grads) == len(known):
+            grads = list(grads)
+            self._dl_comm_begin(grads, known)
+            grads = self._dl_comm_average(grads, known)
+        return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
+
+    def _dl_comm_begin(self, grads: Sequence[Any], known: Sequence[Any]) -> None:
+        if grads and self._dl_comm_places is None:
+            self._dl_comm_places = _agreed_places(known, self._dl_comm_group)
+        if self._dl_comm_starts and grads:
+            _refuse_late_start(grads)
+            self._dl_comm_starts = False
+            _start_from_rank_0(self, known)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # The only hook that gets the accumulated gradients before clipping.
@@ -92,9 +110,11 @@ class AveragingOptimizer:
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     def _dl_comm_average(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
-        return _ops.average_non_none(
-            grads, variables, self._dl_comm_team, self._dl_comm_owner, places=self._dl_comm_places
+        places = self._dl_comm_places or {}
+        found: list[Any] = on.average(
+            grads, variables, self._dl_comm_team, self._dl_comm_owner, places, self._dl_comm_name
         )
+        return found
 
 
 def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
@@ -125,8 +145,10 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     skips others raises MismatchError. For mixed_float16 wrap the LossScaleOptimizer:
     `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))`.
 
-    XLA cannot compile the allreduce. Keras uses XLA by default only with a GPU. `BroadcastCallback` disables it;
-    otherwise use `model.compile(..., jit_compile=False)`.
+    On TensorFlow, XLA cannot compile the allreduce. Keras uses XLA by default only with a GPU. `BroadcastCallback`
+    disables it; otherwise use `model.compile(..., jit_compile=False)`. On jax, XLA compiles the step, which calls the
+    host for the allreduce; `fit` needs a `BroadcastCallback` there. Only on TensorFlow does the allreduce overlap with
+    backward.
 
     Args:
         optimizer: A Keras optimizer, or a name such as "adam".
@@ -149,8 +171,8 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
         StateError: This version of Keras lacks a private name on which dl_comm depends.
         ArgumentError: `optimizer` is a DistributedOptimizer already, the team is negative, the name is unknown, or loss
             scaling is combined with a non-blocking schedule. Later: when a LossScaleOptimizer wraps this optimizer.
-        StateError: In training: XLA compiles the function.
-        tf.errors.OpError: In training; see `dl_comm.error_of`.
+        StateError: In training: XLA compiles the function (TensorFlow), or no `BroadcastCallback` came first (jax).
+        Exceptions of TensorFlow or jax: In training; see `dl_comm.error_of`.
     """
     if isinstance(optimizer, str):
         try:
@@ -168,11 +190,12 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
             "a LossScaleOptimizer changes its scale, and would divide means of the previous step by the wrong scale: "
             "omit nstep, or use warmup=1.0"
         )
-    check("keras")
+    check()
     team = start_averages(group, team, nteam, nthread_per_team, nstep, warmup, verb, freq)
     optimizer.__class__ = _averaging_class(type(optimizer), team < 0)  # type: ignore[arg-type]
     optimizer._dl_comm_team, optimizer._dl_comm_group = team, group
     optimizer._dl_comm_owner = new_owner(optimizer, team)
+    optimizer._dl_comm_name = _next_name(team)
     optimizer._dl_comm_wrapped = True
     optimizer._dl_comm_starts = broadcast
     return optimizer
@@ -185,23 +208,41 @@ def shared_state(optimizer: Any) -> list[Any]:
     return [variable for variable in optimizer.variables if id(variable) not in own]
 
 
-@_ops.no_autograph
+_made: Counter[int] = Counter()
+_job.on_end.append(_made.clear)
+
+
+def _next_name(team: int) -> str:
+    """A name for an optimizer's calls: the ranks make the optimizers of a team in the same order."""
+    _made[team] += 1
+    return "DistributedOptimizer" if _made[team] == 1 else f"DistributedOptimizer {_made[team]}"
+
+
+def _refuse_late_start(grads: Sequence[Any]) -> None:
+    if on.is_traced(grads):
+        raise StateError(
+            f"on {NAME} a step cannot broadcast the first values: add dl_comm.keras.BroadcastCallback() as the first "
+            "of fit's callbacks, or give all ranks equal values and use DistributedOptimizer(..., broadcast=False)"
+        )
+
+
+@untraced
 def _agreed_places(variables: Sequence[Any], group: Group | None) -> dict[str, int]:
     """The order of the variables on all ranks of a group, by what they compare of their names; empty: by position."""
-    with tf.init_scope():
-        keys = [name.key for name in _ops.variable_names(variables)]
+    with on.outside_step():
+        keys = [name.key for name in names_of(variables)]
         order = agreed_order(keys, "DistributedOptimizer", are_given=False, group=group)
         return {} if order is None else {keys[i]: place for place, i in enumerate(order)}
 
 
-@_ops.no_autograph
+@untraced
 def _start_from_rank_0(optimizer: Any, variables: Sequence[Any]) -> None:
     # Runs immediately, not as part of the traced step.
-    with tf.init_scope():
+    with on.outside_step():
         if not optimizer.built:
             optimizer.build(variables)
         started = [*variables, *shared_state(optimizer)]
-        broadcast_variables(started, 0, name="DistributedOptimizer start", group=optimizer._dl_comm_group)
+        on.broadcast(started, 0, "DistributedOptimizer start", optimizer._dl_comm_group)
 
 
 def group_of(optimizer: Any) -> Group | None:

@@ -12,7 +12,7 @@ import keras
 
 from dl_comm import training
 from dl_comm._errors import ArgumentError
-from dl_comm.tensorflow._training import learning_rate
+from dl_comm.keras._backend import on
 
 
 @keras.saving.register_keras_serializable(package="dl_comm")
@@ -28,7 +28,7 @@ class LearningRate(keras.optimizers.schedules.LearningRateSchedule):  # type: ig
 
     def __call__(self, step: Any) -> Any:
         """Return the rate of a step, as a tensor of Keras's float type."""
-        return learning_rate(self.schedule, step, keras.config.floatx())
+        return on.rate(self.schedule, step, keras.config.floatx())
 
     def get_config(self) -> dict[str, Any]:
         """Return the config. Raises ArgumentError for a schedule that is not of `dl_comm.training`."""
