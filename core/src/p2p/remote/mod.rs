@@ -3,7 +3,7 @@
 //! A short message travels with its header. A long one is announced. Once a receive has matched it, the receiver asks
 //! for its parts, several at a time, and says when it has all; each answer to a request is a part, or an empty one if
 //! the sender gave up. So either end can give up at any time without harm to the other. Short messages that nobody
-//! receives are kept, as in MPI: their memory grows with their number; that of long ones does not.
+//! receives are kept: their memory grows with their number; that of long ones does not.
 //! Thread rule: used under the lock of the endpoint.
 
 mod header;
