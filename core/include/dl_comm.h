@@ -264,9 +264,11 @@ struct dl_comm_device;
  * The same order on all ranks costs nothing; a `timeout` costs an exchange of lists. The call needs a name. */
 #define DL_COMM_BY_NAME 1
 
-/* A flag of a call for dl_comm_start: a small one may be completed, and its `done` called, only when somebody waits for
- * it, tests or frees its handle, makes the next call of the group, or ends the group. Other ranks do not wait for that.
- * It then costs little more than a call of dl_comm_run. Ranks may differ in it. */
+/* A flag of a call for dl_comm_start: a small one without DL_COMM_BY_NAME may be completed, and its `done` called, only
+ * when somebody waits for it, tests or frees its handle, makes the next call of the group, or ends the group. Ranks
+ * that make the same call do not wait for that. It then costs little more than a call of dl_comm_run. Ranks may differ
+ * in it.
+ */
 #define DL_COMM_ON_WAIT 2
 
 /* A call. Set it to zero bytes and `size` to sizeof(dl_comm_call_t) first: later versions add fields at the end.

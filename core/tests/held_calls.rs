@@ -247,3 +247,48 @@ fn a_test_does_not_wait_for_a_call_of_another_thread() {
         assert_eq!(data, [0.5; 4]);
     });
 }
+
+/// Rank 0 starts `x` by its name and does something that depends on rank 1, which starts `y` before `x` and waits for `x`.
+/// For that both ranks must decide that `x` comes first.
+#[test]
+fn a_call_by_name_is_not_held() {
+    let has_x = AtomicBool::new(false);
+    World::new(&[2]).run(|rank| {
+        let group = warm_up(rank, 4);
+        let start = |data: &mut [f32], name: &str| {
+            let views =
+                [View { buffer: Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32), shape: &[] }];
+            let input = || Some(SmallCallInput { op: Op::MEAN, name, by_name: true, views: &views });
+            // SAFETY: the data outlives the waits below.
+            let held = unsafe { group.try_start_small(None, input, Timeout::GroupDefault, &mut None) };
+            held.unwrap_or_else(|| {
+                let (handle, done) = CallHandle::new(None);
+                let options = CallOptions { name: name.into(), by_name: true, ..CallOptions::default() };
+                // SAFETY: as above.
+                unsafe { group.submit(Op::MEAN, vec![vec![tensor(data)]], options, done) };
+                handle
+            })
+        };
+        for round in 0..4 {
+            let (mut x, mut y) = ([rank.rank as f32; 4], [rank.rank as f32; 5]);
+            if rank.rank == 0 {
+                let of_x = start(&mut x, "x");
+                let since = Instant::now();
+                while round == 3 && !has_x.load(Ordering::Acquire) {
+                    assert!(since.elapsed() < Duration::from_secs(20), "rank 1 waits for this rank");
+                    sleep(Duration::from_millis(1));
+                }
+                start(&mut y, "y").wait(None, || {}).unwrap();
+                of_x.wait(None, || {}).unwrap();
+            } else {
+                // So that rank 0 would hold its call.
+                sleep(Duration::from_millis(30));
+                let of_y = start(&mut y, "y");
+                start(&mut x, "x").wait(None, || {}).unwrap();
+                has_x.store(round == 3, Ordering::Release);
+                of_y.wait(None, || {}).unwrap();
+            }
+            assert_eq!((x, y), ([0.5; 4], [0.5; 5]));
+        }
+    });
+}

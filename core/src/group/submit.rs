@@ -125,8 +125,10 @@ impl Group {
         timeout: Timeout,
         then: &mut Option<OnComplete>,
     ) -> Option<CallHandle> {
+        // A call by name needs this rank for the decision on the order, whatever this rank does meanwhile.
+        let input = || input().filter(|input| !input.by_name);
         let mut guard = self.acquire_for_small(false)?;
-        let started = guard.start_small(words, without_own_end(input, timeout), None, START_SPINS)?;
+        let started = guard.start_small(words, input, None, START_SPINS)?;
         let (handle, done) = CallHandle::new(then.take());
         let (call, posted) = match started {
             Ok(Some(remainder)) => remainder,
