@@ -240,18 +240,21 @@ impl StoreBootstrap {
         let awaited = || missing_ranks(store, self.size, here);
         loop {
             let slice = with_limits("", Some(STALE_CHECK), None, &|| None, |ctx| store.get("go", ctx));
-            match slice {
-                Ok(go) => {
-                    let published: Outcome = decode(&go)?;
-                    return published.map(|()| true).map_err(|(code, text)| Error::from_code(code, text));
+            let go = match slice {
+                Ok(go) => Some(go),
+                Err(Error::Timeout(_)) => {
+                    wait_ctx.check(Duration::ZERO, &awaited)?;
+                    if self.root.try_get(JOB, wait_ctx)?.as_deref() == Some(self.name.as_bytes()) {
+                        continue;
+                    }
+                    // Rank 0 removes the name after a failure, which it has told before.
+                    store.try_get("go", wait_ctx)?
                 }
-                Err(Error::Timeout(_)) => {}
                 Err(error) => return Err(error),
-            }
-            wait_ctx.check(Duration::ZERO, &awaited)?;
-            if self.root.try_get(JOB, wait_ctx)?.as_deref() != Some(self.name.as_bytes()) {
-                return Ok(false);
-            }
+            };
+            let Some(go) = go else { return Ok(false) };
+            let published: Outcome = decode(&go)?;
+            return published.map(|()| true).map_err(|(code, text)| Error::from_code(code, text));
         }
     }
 
@@ -546,6 +549,44 @@ mod tests {
         );
         let error = connect_by_store(1, 2, &memory(), &within(0.1)).map(drop).unwrap_err();
         assert!(matches!(&error, Error::Timeout(text) if text.ends_with("for rank 0")), "{error}");
+    }
+
+    /// A store whose job fails between two looks of another rank: just before it looks for the job's name.
+    struct FailsBetween(MemoryStore, String);
+
+    impl Store for FailsBetween {
+        fn set(&self, key: &str, value: &[u8], wait_ctx: &WaitContext<'_>) -> Result<()> {
+            self.0.set(key, value, wait_ctx)
+        }
+
+        fn try_get(&self, key: &str, wait_ctx: &WaitContext<'_>) -> Result<Option<Vec<u8>>> {
+            if key == JOB {
+                let failed: Outcome = Err((Error::Timeout(String::new()).code(), "rank 2 is missing".into()));
+                self.0.set(&format!("{}/go", prefix(&self.1)), &encode(&failed)?, wait_ctx)?;
+                self.0.delete(JOB, wait_ctx)?;
+            }
+            self.0.try_get(key, wait_ctx)
+        }
+
+        fn wait_for(&self, key: &str, wait_ctx: &WaitContext<'_>, awaited: &dyn Fn() -> String) -> Result<Vec<u8>> {
+            self.0.wait_for(key, wait_ctx, awaited)
+        }
+
+        fn add(&self, key: &str, by: i64, wait_ctx: &WaitContext<'_>) -> Result<i64> {
+            self.0.add(key, by, wait_ctx)
+        }
+
+        fn delete(&self, key: &str, wait_ctx: &WaitContext<'_>) -> Result<()> {
+            self.0.delete(key, wait_ctx)
+        }
+    }
+
+    #[test]
+    fn a_failure_of_the_start_is_not_taken_for_another_job() {
+        let store: Arc<dyn Store> = Arc::new(FailsBetween(MemoryStore::default(), "name".into()));
+        limits(|ctx| store.set(JOB, b"name", ctx)).unwrap();
+        let error = connect_by_store(1, 3, &store, &within(2.0)).map(drop).unwrap_err();
+        assert!(matches!(&error, Error::Timeout(text) if text == "rank 2 is missing"), "{error}");
     }
 
     #[test]
