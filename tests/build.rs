@@ -7,6 +7,7 @@ use std::error::Error;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::SystemTime;
 
 fn main() -> Result<(), Box<dyn Error>> {
     for variable in ["DL_COMM_TEST_PYTHON", "DL_COMM_CACHE"] {
@@ -22,7 +23,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     ] {
         println!("cargo:rerun-if-changed={source}");
     }
-    build_host_kernels()?;
+    // Outside of OUT_DIR, of which each of cargo test and cargo clippy has its own: the second builds nothing anew.
+    let native = PathBuf::from(env::var("OUT_DIR")?)
+        .ancestors()
+        .nth(3)
+        .ok_or("OUT_DIR is not in a target folder")?
+        .join("dl_comm_tests_native");
+    fs::create_dir_all(&native)?;
+    build_host_kernels(&native)?;
     let python = env::var("DL_COMM_TEST_PYTHON")
         .map_err(|_| "set DL_COMM_TEST_PYTHON to a Python that has dl_comm installed, as tests/run.sh does")?;
     let package = ask(&python, "import dl_comm._paths as p; print(p.PACKAGE)")?;
@@ -40,6 +48,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut driver = cmake::Config::new("..");
     common(&mut driver);
     let install_dir = driver
+        .out_dir(native.join("c"))
         .define("DL_COMM_CORE_LIBRARY", format!("{package}/libdl_comm.so.0"))
         .define("DL_COMM_BRIDGE_DIR", format!("{package}/_src/bridge"))
         .define("CMAKE_INSTALL_RPATH", &package)
@@ -51,7 +60,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut example = cmake::Config::new("../examples/c_average");
     common(&mut example);
     let example = example
-        .out_dir(PathBuf::from(env::var("OUT_DIR")?).join("c_average"))
+        .out_dir(native.join("c_average"))
         .define("dl_comm_DIR", format!("{package}/cmake"))
         .build_target("all")
         .build();
@@ -83,9 +92,17 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// Builds the static library that `rust/cuda_kernels.rs` links.
-fn build_host_kernels() -> Result<(), Box<dyn Error>> {
-    for source in ["rust/cuda_host_kernels.cc", "fake_cuda/kernels_shim.h", "../core/src/transport/cuda/kernels"] {
+fn build_host_kernels(folder: &Path) -> Result<(), Box<dyn Error>> {
+    println!("cargo:rustc-link-search=native={}", folder.display());
+    let sources = ["rust/cuda_host_kernels.cc", "fake_cuda/kernels_shim.h", "../core/src/transport/cuda/kernels"];
+    for source in sources {
         println!("cargo:rerun-if-changed={source}");
+    }
+    let built = modified(&folder.join("libdl_comm_host_kernels.a"))?;
+    if built
+        .is_some_and(|built| sources.iter().all(|path| matches!(modified(Path::new(path)), Ok(Some(at)) if at < built)))
+    {
+        return Ok(());
     }
     cc::Build::new()
         .cpp(true)
@@ -96,9 +113,24 @@ fn build_host_kernels() -> Result<(), Box<dyn Error>> {
         .warnings(true)
         .warnings_into_errors(true)
         .cargo_metadata(false)
+        .out_dir(folder)
         .try_compile("dl_comm_host_kernels")?;
-    println!("cargo:rustc-link-search=native={}", env::var("OUT_DIR")?);
     Ok(())
+}
+
+/// When a file, or the newest file below a folder, was modified; None if there is none.
+fn modified(path: &Path) -> Result<Option<SystemTime>, Box<dyn Error>> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    if !path.is_dir() {
+        return Ok(Some(fs::metadata(path)?.modified()?));
+    }
+    let mut newest = None;
+    for entry in fs::read_dir(path)? {
+        newest = newest.max(modified(&entry?.path())?);
+    }
+    Ok(newest)
 }
 
 fn ask(python: &str, question: &str) -> Result<String, Box<dyn Error>> {

@@ -51,6 +51,7 @@ def test_a_stock_script_under_torchrun(script: Path) -> None:
     assert done(finished.output), finished.output
 
 
+@pytest.mark.heavy
 def test_a_stock_script_with_plain_processes(script: Path) -> None:
     for ranks in (1, 3):
         finished = start(ranks, [sys.executable, str(script)], 120)
@@ -112,7 +113,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("together", [1, pytest.param(2, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("together", [1, 2])
 def test_jobs_of_spawn(tmp_path: Path, together: int) -> None:
     """One job after another, and two at the same time."""
     path = tmp_path / "script.py"

@@ -58,11 +58,11 @@ def start(fake_cuda: Path, ranks: int, command: list[str], timeout: float, **set
 
 @pytest.mark.parametrize(
     ("ranks", "path"),
-    [(2, "ipc")]
-    + [
+    [
         pytest.param(ranks, path, marks=pytest.mark.heavy)
         for ranks, paths in {
             1: ["ipc"],
+            2: ["ipc"],
             3: ["ipc", "nccl", "ipc, the host waits", "ipc between GPUs", "staged", "staged in small chunks"],
         }.items()
         for path in paths
@@ -110,14 +110,15 @@ def test_ranks_that_join(fake_cuda: Path, ranks: int, path: str) -> None:
     assert not finished.left
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("driver", DRIVERS)
-def test_results_with_other_drivers(fake_cuda: Path, tmp_path: Path, driver: str) -> None:
-    settings = {name: str(tmp_path) if value == "DISK" else value for name, value in DRIVERS[driver].items()}
+@pytest.mark.parametrize(
+    ("ranks", "driver"), [(2, "ipc"), *(pytest.param(3, driver, marks=pytest.mark.heavy) for driver in DRIVERS)]
+)
+def test_results_with_other_drivers(fake_cuda: Path, tmp_path: Path, ranks: int, driver: str) -> None:
+    """The tests that cover a path, on each driver; in the gate on the usual one."""
+    settings = {name: str(tmp_path) if value == "DISK" else value for name, value in DRIVERS.get(driver, {}).items()}
     settings |= {**SLOW, "PATH_EXPECTED": driver.split(",")[0]}
-    finished = start(
-        fake_cuda, 3, ["-m", "pytest", "-x", "-q", "-k", WAYS, str(PROGRAMS / "test_arrays.py")], 200, **settings
-    )
+    command = ["-m", "pytest", "-x", "-q", "-k", WAYS, str(PROGRAMS / "test_arrays.py")]
+    finished = start(fake_cuda, ranks, command, 200, **settings)
     assert finished.returncode == 0, finished.output
     assert not finished.left
 

@@ -33,7 +33,9 @@ def device_library(fake_cuda: Path) -> Path:
 
 
 # One launch for all paths: each rank has a GPU, and there is a group for each path.
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.heavy), 2, pytest.param(3, marks=pytest.mark.heavy)]
+)
 def test_every_collective_and_type_by_each_path(fake_cuda: Path, device_library: Path, ranks: int) -> None:
     settings = {
         **environment(fake_cuda),

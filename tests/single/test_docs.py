@@ -35,7 +35,7 @@ def scripts(page: str, section: str = "") -> tuple[str, str]:
     ("page", "section"),
     [
         ("porting.md", "NumPy"),
-        ("torch.md", ""),
+        pytest.param("torch.md", "", marks=pytest.mark.heavy),
         pytest.param("keras.md", "", marks=pytest.mark.heavy),
         pytest.param("tensorflow.md", "", marks=pytest.mark.heavy),
         pytest.param("porting.md", "TensorFlow 1", marks=pytest.mark.heavy),

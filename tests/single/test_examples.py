@@ -75,13 +75,8 @@ def test_example_on_mnist(name: str, ranks: int) -> None:
 TORCHMPI = sorted(path.name for path in (EXAMPLES / "torchmpi").glob("mnist_*.py"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(each, marks=() if each == "mnist_parameterserver_downpour.py" else pytest.mark.heavy)
-        for each in TORCHMPI
-    ],
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", TORCHMPI)
 def test_examples_of_torchmpi(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On MNIST, if it is there; else on few digits, which asynchronous training learns slowly."""
     monkeypatch.delenv("PYTHONPATH", raising=False)  # tests/absent

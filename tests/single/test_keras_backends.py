@@ -34,7 +34,9 @@ def start(backend: str, ranks: int, *command: str) -> Finished:
 
 
 @backends
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.heavy), 2, pytest.param(3, marks=pytest.mark.heavy)]
+)
 def test_fit_equals_one_process_with_the_whole_batch(backend: str, ranks: int, tmp_path: Path) -> None:
     found = start(backend, ranks, str(PROGRAM), str(tmp_path))
     assert found.returncode == 0, found.output

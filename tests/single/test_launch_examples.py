@@ -22,13 +22,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("script", "launcher"),
     [
-        # Of torchrun the gate has a restart, below.
-        pytest.param("torchrun", "torchrun", marks=pytest.mark.heavy),
+        ("torchrun", "torchrun"),
         ("mpiexec", "mpiexec"),
-        pytest.param("plain", "variables", marks=pytest.mark.heavy),
+        ("plain", "variables"),
     ],
 )
 def test_training_is_resumed(tmp_path: Path, script: str, launcher: str) -> None:

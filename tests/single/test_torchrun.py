@@ -204,6 +204,7 @@ os.write(1, b"fine\\n")
     assert finished.output.count("fine\n") == 3, finished.output
 
 
+@pytest.mark.heavy
 def test_two_nodes(two: Hosts, program: Path) -> None:
     """Through the store of the first node's agent; MPI is started by its values."""
     program.write_text(

@@ -69,21 +69,41 @@ def follow(commands: str, type_: Callable[[list[str]], Finished], names: dict[st
     return len(steps)
 
 
-@pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
+def parts() -> list[str]:
+    """The page up to its last section, and this section."""
+    return re.split(r"^(?=## 7\. Two hosts$)", PAGE.read_text(), flags=re.MULTILINE)
+
+
+def write(files: dict[str, str], language: str, name: str, content: str) -> None:
+    """Writes a file of the page, or makes a change of it."""
+    files[name] = content if language == "python" else changed(files[name], content)
+    Path(name).write_text(files[name])
+
+
 def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From one process to two ranks, and to two hosts of network namespaces."""
+    """From one process to two ranks."""
     monkeypatch.chdir(tmp_path)
     files: dict[str, str] = {}
     typed = 0
-    one_host, two_hosts = re.split(r"^(?=## 7\. Two hosts$)", PAGE.read_text(), flags=re.MULTILINE)
-    for language, name, content in blocks(one_host):
+    for language, name, content in blocks(parts()[0]):
         if language == "console":
             names = {"node1": platform.node()}
             typed += follow(content, lambda words: run(words, 120, ENVIRONMENT), names)
         else:
-            files[name] = content if language == "python" else changed(files[name], content)
-            Path(name).write_text(files[name])
+            write(files, language, name, content)
     assert typed == 7
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(not possible(), reason="needs root and iproute2 to make network namespaces")
+def test_its_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last section, on hosts of network namespaces."""
+    monkeypatch.chdir(tmp_path)
+    files: dict[str, str] = {}
+    one_host, two_hosts = parts()
+    for language, name, content in blocks(one_host):
+        if language != "console":
+            write(files, language, name, content)
     # The last block is the whole script.
     (console, _, commands), (_, name, script) = blocks(two_hosts)
     assert (console, script) == ("console", files[name])

@@ -132,7 +132,8 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("which", [pytest.param("tensorflow", marks=pytest.mark.heavy), "tf_keras"])
+@pytest.mark.heavy
+@pytest.mark.parametrize("which", ["tensorflow", "tf_keras"])
 def test_tensorflow_keras(which: str) -> None:
     for output in run_ranks(TF_KERAS, 2, KERASES[which], timeout=300):
         assert output.count("not yet") == 2
