@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -94,6 +95,43 @@ def test_the_last_call_is_that_of_the_highest_number(tmp_path: Path) -> None:
     dump(tmp_path, 1, {0: [call("done", 69.999, 1), call("done", 70, 2, "average on team 0")]}, size=2)
     (finding,) = analyzed(tmp_path)
     assert "its last call was average on team 0, number 1, which ended 70 s before" in finding.text
+
+
+def test_ranks_outside_of_a_group_are_not_waited_for(tmp_path: Path) -> None:
+    """Two groups of one name, whose members have other ranks in the job than in the group."""
+    title = "allreduce (sum) on group 'part'"
+
+    def group(*members: int) -> dict[str, Any]:
+        return {"team": "part", "group": f"{sum(members):016x}", "members": list(members), "failure": None}
+
+    dump(tmp_path, 0, {}, 5, teams=[{**group(0, 1), "matched": 3, "calls": [call("done", 70, 3, title)]}])
+    dump(tmp_path, 1, {}, 5, teams=[{**group(0, 1), "matched": 3, "calls": [call("done", 70, 3, title)]}])
+    waits = [call("done", 70, 1, title), call("matching", 62, title=title, waiting_for=[2])]
+    dump(tmp_path, 4, {}, 5, teams=[{**group(4, 2), "matched": 1, "calls": waits}])
+    dump(tmp_path, 2, {}, 5, teams=[{**group(4, 2), "matched": 1, "calls": waits[:1]}])
+    dump(tmp_path, 3, {}, 5, teams=[])
+    (finding,) = analyzed(tmp_path)
+    assert (finding.kind, finding.ranks, finding.waiting, finding.team) == ("not_called", (2,), (4,), "part")
+    assert finding.text.startswith(f"rank 2 on node2 (pid 102) has not called {title} (")
+
+
+def test_a_failed_group(tmp_path: Path) -> None:
+    failed = {"team": "part", "group": "ab", "members": [1], "matched": 0, "failure": "why", "calls": []}
+    dump(tmp_path, 0, {0: []}, 2)
+    dump(tmp_path, 1, {}, 2, teams=[failed])
+    assert [finding.text for finding in analyzed(tmp_path)] == ["group 'part' has failed on rank 1: why"]
+    for wrong in ({"members": [2]}, {"team": None}):
+        dump(tmp_path, 1, {}, 2, teams=[failed | wrong])
+        assert "rank1.json is not a dump of dl_comm, skipped" in " ".join(read(tmp_path).notes)
+
+
+def test_a_lost_member_of_a_group(tmp_path: Path) -> None:
+    failure = "peer lost: rank 1 (rank 2 on node2 of the job) (pid 102) has ended: killed by signal 9"
+    group = {"team": "part", "group": "ab", "members": [0, 2], "matched": 0, "failure": failure, "calls": []}
+    dump(tmp_path, 0, {}, teams=[group])
+    dump(tmp_path, 1, {}, teams=[])
+    first, *_ = analyzed(tmp_path)
+    assert (first.kind, first.ranks) == ("lost", (2,))
 
 
 def test_a_chain_of_waits(tmp_path: Path) -> None:
@@ -277,6 +315,23 @@ def test_a_real_rank_that_sleeps(script: Script, tmp_path: Path) -> None:
     as_json = json.loads(analyze_dumps(tmp_path / "dumps", "--json").output)
     (finding,) = (one for one in as_json["findings"] if one["is_problem"])
     assert (finding["kind"], finding["ranks"], finding["waiting"]) == ("not_called", [2], [0, 1])
+
+
+def test_a_real_group_whose_member_sleeps(script: Script, tmp_path: Path) -> None:
+    text = """
+part = mc.Group([2, 1], name="part", timeout=2) if rank else None
+if rank == 1:
+    time.sleep(3)
+try: part and part.allreduce(np.ones(3))
+except mc.CommError: mc.dump(folder)
+if rank != 2: mc.dump(folder)
+"""
+    job(script, tmp_path / "dumps", text)
+    report = analyze_dumps(tmp_path / "dumps")
+    assert report.returncode == 1, report.output
+    (line,) = (line for line in report.output.splitlines() if "has not called" in line)
+    assert re.match(r"rank 1 on \S+ .* has not called allreduce \(sum\) on group 'part' .* rank 2 has waited \d", line)
+    assert "it waits in" not in report.output, report.output
 
 
 def test_a_real_lost_rank(tmp_path: Path) -> None:

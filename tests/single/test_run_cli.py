@@ -14,7 +14,7 @@ from dl_comm._text import runs_text
 from dl_comm.run._banner import Banner
 from dl_comm.run._find import BuiltFor, built_for
 from dl_comm.run._hosts import Host, assign_ranks, parse_hostfile, parse_hosts, slurm
-from dl_comm.run._listener import Rank
+from dl_comm.run._listener import Rank, missed_deadline
 from dl_comm.run._report import outcome
 from launch import Finished, run
 
@@ -203,6 +203,29 @@ def test_a_lost_rank_sorts_before_ranks_that_report_it() -> None:
     assert text.splitlines()[0].startswith("rank 2 on h failed first")
     assert "  | KeyError: 'x'" in text
     assert "rank(s) 0-1 failed later: exit status 1" in text
+
+
+def test_a_lost_rank_of_a_group_is_the_one_of_the_job() -> None:
+    text = "dl_comm._errors.PeerLostError: rank 1 (rank 2 on h of the job) (pid 9) has ended: killed by signal 9"
+    _, text = judged(ended(1, 0, status=1, tail=[text]), ended(2, 1, signal=9))
+    assert text.startswith("rank 2 on h failed first")
+
+
+def test_a_traceback_is_not_repeated() -> None:
+    for before in ("", "[rank1]: "):
+        trace = ['  File "b.py", line 2, in <module>', "    f(", "  ^^^^", "ValueError: two", "lines"]
+        _, text = judged(ended(1, 0, status=1, tail=["last step", *(before + line for line in trace)]))
+        assert text.splitlines()[1:] == ["its last lines:", f"  | {before}ValueError: two", f"  | {before}lines"]
+    _, text = judged(ended(1, 0, status=1, tail=["no", "traceback"]))
+    assert text.splitlines()[1:] == ["its last lines:", "  | no", "  | traceback"]
+
+
+@pytest.mark.parametrize("limit", ["DL_COMM_TIMEOUT_S", "the timeout of its group", "the timeout of this call"])
+def test_every_missed_deadline_is_known(limit: str) -> None:
+    text = f"allreduce 'x' was not complete after 8.0 s ({limit}); still waiting for rank 1 on vm"
+    for error in ("dl_comm._errors.TimeoutError", "[rank0]: torch.distributed.DistBackendError: dl_comm error -5"):
+        assert missed_deadline(ended(0, 0, status=1, tail=["Traceback", f"{error}: {text}"])), error
+    assert not missed_deadline(ended(0, 0, status=1, tail=["TimeoutError: no answer after 8.0 s"]))
 
 
 def test_stopped_ranks_are_no_success() -> None:

@@ -8,7 +8,6 @@ use serde_json::{Value, json};
 use super::record::Record;
 use super::submit::Group;
 use crate::timings::{Activity, WaitTarget};
-use crate::topology::Topology;
 
 impl Group {
     /// The statistics, which the docstring of `dl_comm.stats` describes.
@@ -27,10 +26,19 @@ impl Group {
     /// The last calls, oldest first, with the ranks that the group waits for.
     pub fn dump(&self) -> Value {
         let records = self.shared.recorder.last(self.shared.config.key.number());
-        let calls: Vec<Value> = records.iter().map(|record| call(record, &self.topology)).collect();
+        let (members, topology) = (&self.shared.members, &self.topology);
+        let ranks = |target| {
+            let group_ranks = match target {
+                WaitTarget::Rank(rank) => vec![rank],
+                WaitTarget::Host(host) => topology.ranks_of(host).to_vec(),
+            };
+            group_ranks.into_iter().map(|rank| members.to_world(rank)).collect()
+        };
+        let calls: Vec<Value> = records.iter().map(|record| call(record, &ranks)).collect();
         let failure = self.shared.known_failure().map(|error| error.to_string());
         json!({
-            "team": self.shared.config.key.name().json(), "threads": self.shared.config.channels,
+            "team": self.shared.config.key.name().json(), "group": format!("{:016x}", self.shared.config.key.hash()),
+            "members": members.iter().collect::<Vec<_>>(), "threads": self.shared.config.channels,
             "matched": self.shared.matched(), "failure": failure, "calls": calls,
         })
     }
@@ -42,14 +50,8 @@ fn unix_seconds(moment: Instant) -> f64 {
     now - moment.elapsed().as_secs_f64()
 }
 
-fn ranks(target: WaitTarget, topology: &Topology) -> Vec<usize> {
-    match target {
-        WaitTarget::Rank(rank) => vec![rank],
-        WaitTarget::Host(host) => topology.ranks_of(host).to_vec(),
-    }
-}
-
-fn call(record: &Arc<Record>, topology: &Topology) -> Value {
+/// A call in a dump. `ranks`: those of the job behind a rank or host of the group.
+fn call(record: &Arc<Record>, ranks: &dyn Fn(WaitTarget) -> Vec<usize>) -> Value {
     let timings = &record.timings;
     let state = match (record.ended(), record.error(), record.started(), record.match_index()) {
         (Some(_), None, ..) => "done",
@@ -61,11 +63,11 @@ fn call(record: &Arc<Record>, topology: &Topology) -> Value {
     let waits: Vec<Value> = timings
         .waits()
         .into_iter()
-        .map(|(target, time)| json!({"ranks": ranks(target, topology), "seconds": time.as_secs_f64()}))
+        .map(|(target, time)| json!({"ranks": ranks(target), "seconds": time.as_secs_f64()}))
         .collect();
     let waiting: Vec<usize> = match record.ended() {
         Some(_) => Vec::new(),
-        None => timings.waiting().into_iter().flat_map(|target| ranks(target, topology)).collect(),
+        None => timings.waiting().into_iter().flat_map(ranks).collect(),
     };
     let [rounds, flags, messages, sent] = timings.counts();
     json!({

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dl_comm._text import wait_text
-from dl_comm.analyze_dumps._dumps import MISMATCH, CallRecord, Dump, JobDumps
+from dl_comm.analyze_dumps._dumps import MISMATCH, CallRecord, Dump, JobDumps, Team
 from dl_comm.analyze_dumps._findings import Finding, names, ordered
 from dl_comm.analyze_dumps._stragglers import findings as straggler_findings
 from dl_comm.analyze_dumps._stragglers import stragglers
 
-_LOST = re.compile(r"rank (\d+) on \S+ (\(pid \d+\) )?(has ended|has called finalize)([^;\n]*)")
+# In a group: 'rank 1 (rank 3 on h of the job)'.
+_LOST = re.compile(r"rank (\d+) on \S+ (?:of the job\) )?(\(pid \d+\) )?(has ended|has called finalize)([^;\n]*)")
 _FAILED = re.compile(r"the program failed on rank (\d+) \(pid \d+\)")
 
 
@@ -94,13 +95,13 @@ def _has_failed(dump: Dump) -> bool:
 
 def _waits(job: JobDumps) -> list[BlockedCall]:
     """The calls in which ranks wait, one entry for each team and call."""
-    groups: dict[tuple[int, int, str], list[tuple[Dump, CallRecord]]] = {}
+    groups: dict[tuple[str, int, str], list[tuple[Dump, CallRecord]]] = {}
     for dump in job.dumps.values():
-        for team in dump.teams.values():
+        for group, team in dump.teams.items():
             head = team.head
             if head is not None:
                 index = team.matched + 1 if head.matched is None else head.matched
-                groups.setdefault((team.number, index, head.signature), []).append((dump, head))
+                groups.setdefault((group, index, head.signature), []).append((dump, head))
     waits = []
     for (_, index, _), members in groups.items():
         seconds = max(call.seconds(dump.time) for dump, call in members)
@@ -115,8 +116,9 @@ def _waits(job: JobDumps) -> list[BlockedCall]:
 
 def _explain(job: JobDumps, wait: BlockedCall, lost: Mapping[int, str]) -> list[Finding]:
     """Explains why the other ranks are not in the call."""
-    others = [info.rank for info in job.rank_info if info.rank not in wait.ranks]
-    named = {rank for waiting in wait.ranks for rank in _head(job, waiting, wait.call.team).waiting_for}
+    members = job.dumps[wait.ranks[0]].teams[wait.call.group].members
+    others = [rank for rank in sorted(members) if rank not in wait.ranks]
+    named = {rank for waiting in wait.ranks for rank in _head(job, waiting, wait.call.group).waiting_for}
     no_response: list[int] = []
     found: list[Finding] = []
     for rank in others:
@@ -134,8 +136,8 @@ def _explain(job: JobDumps, wait: BlockedCall, lost: Mapping[int, str]) -> list[
     return _group(job, found)
 
 
-def _head(job: JobDumps, rank: int, team: int) -> CallRecord:
-    head = job.dumps[rank].teams[team].head
+def _head(job: JobDumps, rank: int, group: str) -> CallRecord:
+    head = job.dumps[rank].teams[group].head
     assert head is not None, "the rank waits on the team"
     return head
 
@@ -154,19 +156,19 @@ def _not_called(job: JobDumps, rank: int, wait: BlockedCall) -> str:
 
 def _why_absent(job: JobDumps, dump: Dump, wait: BlockedCall) -> list[Finding]:
     """Explains why the rank of ``dump`` does not wait in the call."""
-    rank, team = dump.rank, dump.teams.get(wait.call.team)
+    rank, team = dump.rank, dump.teams.get(wait.call.group)
     if team is not None and team.matched >= wait.match_index:
         # The rank has already completed the call or its part of it.
         return []
     still = [call for call in dump.calls if call.is_open]
-    here = [call for call in still if call.team == wait.call.team]
+    here = [call for call in still if call.group == wait.call.group]
     if any(call.signature == wait.call.signature for call in here):
-        head = _head(job, rank, wait.call.team)
+        head = _head(job, rank, wait.call.group)
         behind = f"it is behind {head.text}, which waits{_waiting_for(head)}"
         text = f"{job.rank_info[rank]} has called {wait.call.title}, but {behind}"
         return [_finding("different_call", rank, wait, text)]
     if here:
-        head = _head(job, rank, wait.call.team)
+        head = _head(job, rank, wait.call.group)
         text = f"{_not_called(job, rank, wait)}; it called {head.text} instead, which waits{_waiting_for(head)}"
         return [_finding("different_call", rank, wait, text)]
     if dump.time < wait.last:
@@ -219,7 +221,7 @@ def _no_response(job: JobDumps, ranks: list[int], wait: BlockedCall) -> Finding:
 
 def _all_present(job: JobDumps, wait: BlockedCall) -> list[Finding]:
     """All ranks are in the call: a rank that waits for no other rank blocks the rest."""
-    heads = {rank: _head(job, rank, wait.call.team) for rank in wait.ranks}
+    heads = {rank: _head(job, rank, wait.call.group) for rank in wait.ranks}
     busy = [rank for rank in wait.ranks if not heads[rank].waiting_for and heads[rank].state != "queued"]
     if not busy or len(busy) == len(heads):
         return []
@@ -257,22 +259,19 @@ def _lost(job: JobDumps, rank: int, how: str) -> Finding:
 
 def _failures(job: JobDumps, found: list[Finding]) -> list[Finding]:
     """Failures of teams, each text once, without those whose cause is already a finding."""
-    texts: dict[tuple[int, str], list[int]] = {}
+    texts: dict[tuple[str, str], tuple[Team, list[int]]] = {}
     for dump in job.dumps.values():
-        for team in dump.teams.values():
+        for group, team in dump.teams.items():
             if team.failure:
-                texts.setdefault((team.number, team.failure), []).append(dump.rank)
+                texts.setdefault((group, team.failure), (team, []))[1].append(dump.rank)
     ended = {rank for finding in found if finding.kind == "lost" for rank in finding.ranks}
     out = []
-    for (number, failure), ranks in texts.items():
+    for (_, failure), (team, ranks) in texts.items():
         cause = _LOST.search(failure) or _FAILED.search(failure)
         if cause and (int(cause[1]) in ended or cause.re is _FAILED):
             continue
-        out.append(
-            Finding(
-                "failed", (), f"team {number} has failed on {names(ranks)}: {failure}", number, waiting=tuple(ranks)
-            )
-        )
+        text = f"{team} has failed on {names(ranks)}: {failure}"
+        out.append(Finding("failed", (), text, team.name, waiting=tuple(ranks)))
     return out
 
 

@@ -26,9 +26,12 @@ class BadInput(Exception):
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A call of a rank; times in seconds since 1970, by the clock of the rank's host."""
+    """A call of a rank; ranks are those of the job, times seconds since 1970, by the clock of the rank's host."""
 
-    team: int
+    team: int | str
+    """The number of a team, or the name of another group."""
+    group: str
+    """Names the group on all its members, and nowhere else."""
     number: int
     matched: int | None
     title: str
@@ -63,12 +66,16 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class Team:
-    """A team in the dump of one rank; ``calls`` oldest first."""
+    """A team or another group in the dump of one rank; ``members`` are ranks of the job, ``calls`` oldest first."""
 
-    number: int
+    name: int | str
+    members: tuple[int, ...]
     matched: int
     failure: str | None
     calls: tuple[CallRecord, ...]
+
+    def __str__(self) -> str:
+        return f"group '{self.name}'" if isinstance(self.name, str) else f"team {self.name}"
 
     @property
     def head(self) -> CallRecord | None:
@@ -99,7 +106,8 @@ class Dump:
     time: float
     rank: int
     rank_info: tuple[RankInfo, ...]
-    teams: dict[int, Team]
+    teams: dict[str, Team]
+    """By what names the group on all its members."""
     stacks: tuple[str, ...] = ()
 
     @property
@@ -184,24 +192,34 @@ def _dump(path: Path) -> Dump:
     rank = int(content["rank"])
     if [info.rank for info in rank_info] != list(range(int(content["size"]))) or not 0 <= rank < len(rank_info):
         raise ValueError("its list of ranks is inconsistent")
-    teams = {int(team["team"]): _team(team) for team in content["teams"]}
+    teams = {_group(team): _team(team, len(rank_info)) for team in content["teams"]}
     time, reason = float(content["time"]), str(content["reason"])
     stacks = tuple(map(str, content.get("stacks", ())))  # older dumps have none
     return Dump(path, str(content["job"]), reason, time, rank, rank_info, teams, stacks)
 
 
-def _team(team: dict[str, Any]) -> Team:
-    number = int(team["team"])
-    calls = tuple(_call(number, call) for call in team["calls"])
-    return Team(number, int(team["matched"]), team["failure"], calls)
+def _group(team: dict[str, Any]) -> str:
+    return str(team.get("group", team["team"]))  # older dumps have teams only
 
 
-def _call(team: int, call: dict[str, Any]) -> CallRecord:
+def _team(team: dict[str, Any], size: int) -> Team:
+    name = team["team"]
+    if not isinstance(name, int | str):
+        raise ValueError(f"a team is named {name!r}")
+    members = tuple(map(int, team.get("members", range(size))))
+    if not set(members) <= set(range(size)):
+        raise ValueError(f"the members of team {name!r} are no ranks of the job: {members}")
+    calls = tuple(_call(name, _group(team), call) for call in team["calls"])
+    return Team(name, members, int(team["matched"]), team["failure"], calls)
+
+
+def _call(team: int | str, group: str, call: dict[str, Any]) -> CallRecord:
     submitted, ended = float(call["submitted"]), call["ended_s"]
     if call["state"] not in (*_OPEN, "done", "failed"):
         raise ValueError(f"a call is in state {call['state']!r}")
     return CallRecord(
         team=team,
+        group=group,
         number=int(call["number"]),
         matched=call["match_index"],
         title=str(call["name"]),

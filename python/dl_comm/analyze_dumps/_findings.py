@@ -29,7 +29,7 @@ class Finding:
     kind: str
     ranks: tuple[int, ...]
     text: str
-    team: int | None = None
+    team: int | str | None = None
     call: str | None = None
     waiting: tuple[int, ...] = ()
     seconds: float | None = None

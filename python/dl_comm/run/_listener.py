@@ -14,6 +14,7 @@ import errno
 import hmac
 import json
 import math
+import re
 import resource
 import secrets
 import selectors
@@ -31,6 +32,8 @@ _ANSWER_DELAY_S = 2.0  # less than the ranks' limit for the answer
 _TOKEN_TIMEOUT_S = 5.0  # ranks send the token immediately
 _MAX_UNAUTHENTICATED = 256  # or a quarter of this process's descriptors
 _RETRY_S = 0.2
+# The errors of Python, TensorFlow and torch for a missed deadline (dl_comm._errors).
+_MISSED = re.compile(r"(?:TimeoutError|dl_comm error -5): .* was not complete after [\d.]+ s \(")
 _DUMP_INTERVAL_S = 2.0  # a stall is told by many ranks at about the same time
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -64,8 +67,7 @@ class _Connection:
 
 def missed_deadline(rank: Rank) -> bool:
     """Whether the rank has ended because other ranks missed the deadline of a call."""
-    lines = (rank.end or {}).get("tail", [])
-    return any("TimeoutError: " in line and "DL_COMM_TIMEOUT_S" in line for line in lines)
+    return any(map(_MISSED.search, (rank.end or {}).get("tail", [])))
 
 
 class Listener:

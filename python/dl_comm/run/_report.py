@@ -21,8 +21,13 @@ _HINTS = {
     signal.SIGKILL: "killed by a user or the system",
     signal.SIGXCPU: "CPU time limit exceeded",
 }
-# The errors of Python, TensorFlow and torch for a lost rank (dl_comm._errors).
-_LOST = re.compile(r"(?:PeerLostError|dl_comm error -6): .*?\brank (\d+)\b")
+# A frame of a traceback, and a line of text after it; torch.distributed puts the rank before both. The frames of
+# faulthandler, whose text comes first, look different.
+_FRAME = re.compile(r'(?:\[rank\d+\]: )?  File ".*", line \d+(?:, in .*)?$')
+_TEXT = re.compile(r"\[rank\d+\]: \S|(?!\[rank\d+\]: )\S")
+# The errors of Python, TensorFlow and torch for a lost rank (dl_comm._errors): 'rank 3 on h', or in a group
+# 'rank 1 (rank 3 on h of the job)'.
+_LOST = re.compile(r"(?:PeerLostError|dl_comm error -6): .*?\brank (?:\d+ \(rank )?(\d+)\b")
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,17 @@ def _name(rank: Rank) -> str:
 
 
 def _tail(rank: Rank) -> list[str]:
-    lines: Sequence[str] = (rank.end or {}).get("tail", [])
+    lines = _error(rank.end.get("tail", []) if rank.end else [])
     return ["its last lines:", *(f"  | {line}" for line in lines)] if lines else ["it has no output"]
+
+
+def _error(lines: Sequence[str]) -> Sequence[str]:
+    """The lines after those of a traceback, which stands above already: the standard error of all ranks is shown."""
+    frames = [number for number, line in enumerate(lines) if _FRAME.match(line)]
+    error = (
+        next((number for number in range(frames[-1] + 1, len(lines)) if _TEXT.match(lines[number])), 0) if frames else 0
+    )
+    return lines[error:]
 
 
 def _last(rank: Rank) -> tuple[str, str]:
