@@ -1,7 +1,7 @@
 """The cost formulas of the algorithms between hosts, and the choice of `auto`. Pure.
 
-A copy of `core/src/collective/inter_host/cost.rs` and `algorithm.rs`. Keep both equal, so that the simulation chooses
-like dl_comm.
+A copy of `inter_host/cost.rs` and `algorithm.rs` in `core/src/collective`. Keep both equal, so that the simulation
+chooses like dl_comm.
 """
 
 from __future__ import annotations

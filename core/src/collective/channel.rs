@@ -8,9 +8,10 @@ use std::iter;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::algorithm::AlgorithmSetting;
 use super::call::Call;
 use super::chunk_source::{ActiveCall, ChunkSource, ChunksOf};
-use super::inter_host::{AlgorithmSetting, InterHost};
+use super::inter_host::InterHost;
 use super::operation::Pattern;
 use super::path_choice::{CallPath, CallTimer, PathChoice};
 use super::plan::Plan;

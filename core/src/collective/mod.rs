@@ -9,6 +9,7 @@
 //! 2 (n - 1) / n of the slice (Patarasuk and Yuan, 2009).
 //! The order of addition is fixed: the ranks of a host in order, then the hosts in the order of a tree.
 
+mod algorithm;
 mod blocks;
 mod call;
 mod call_config;
@@ -44,13 +45,13 @@ mod value_allgather;
 mod wire;
 mod zero_copy;
 
+pub use algorithm::{Algorithm, AlgorithmSetting};
 pub use blocks::{Bounds, Compartments, Counts};
 pub use call::Call;
 pub use call_config::CallConfig;
 pub use channel::Channel;
 pub use chunk_source::{ActiveCall, ChunkSource, NextChunk};
 pub(crate) use inter_host::InterHost;
-pub use inter_host::{Algorithm, AlgorithmSetting};
 pub use lookahead::Lookahead;
 pub use mismatch::{MismatchEntry, list_of_ranks};
 pub use operation::{Collective, Op, Pattern, Root, TABLE};

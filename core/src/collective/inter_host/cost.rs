@@ -2,7 +2,7 @@
 //!
 //! `benchmarks/simulate` has the same formulas for whole jobs; `docs/performance.md` compares them with measurements.
 
-use super::algorithm::Algorithm;
+use crate::collective::algorithm::Algorithm;
 use crate::transport::NetworkModel;
 use crate::wire_layout::{ALIGN, HEADER};
 

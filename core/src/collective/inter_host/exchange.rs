@@ -3,12 +3,12 @@
 use std::ops::Range;
 use std::ptr;
 
-use super::algorithm::{Algorithm, AlgorithmSetting};
 use super::cost;
 use super::handshake_state::{HandshakeState, HostCalls, Payload};
 use super::header::{self, Header};
 use super::stage::{Next, Stage};
 use super::tree::ReductionTree;
+use crate::collective::algorithm::{Algorithm, AlgorithmSetting};
 use crate::collective::call::Call;
 use crate::collective::lookahead::Lookahead;
 use crate::collective::operation::Pattern;
