@@ -74,7 +74,7 @@ class Outcome:
 
 
 def chunks(job: JobSpec, call: Call) -> list[int]:
-    """The lengths of the chunks, as in `core/src/collective/call.rs`."""
+    """The lengths of the chunks, as in `core/src/collective/selection.rs`."""
     share = -(-call.bytes // (2 * job.channels))
     chunk = min(max(-(-share // LINE) * LINE, min(_MIN_CHUNK_BYTES, job.slot)), job.slot)
     return [min(chunk, call.bytes - start) for start in range(0, call.bytes, chunk)] or [0]

@@ -6,8 +6,8 @@ use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::affinity::Affinity;
-use crate::collective::AlgorithmSetting;
 use crate::collective::device::{DeviceSettings, PathSetting};
+use crate::collective::{AlgorithmSetting, Selection};
 use crate::error::{Error, Result};
 use crate::plugin::Cooldown;
 
@@ -31,6 +31,8 @@ pub struct Config {
     pub chunk_bytes: Option<usize>,
     /// `DL_COMM_ALGORITHM`: the allreduce algorithm between hosts.
     pub algorithm: AlgorithmSetting,
+    /// `DL_COMM_SELECTION`: at which lengths calls take another path.
+    pub selection: Selection,
     /// `DL_COMM_AFFINITY`: CPUs of group threads.
     pub affinity: Affinity,
     /// `DL_COMM_COOLDOWN`: meaning of a negative `ksteps` of `config_team`, `after` or `last`.
@@ -152,6 +154,7 @@ impl Default for Config {
             match_timeout: Duration::from_secs(30),
             chunk_bytes: None,
             algorithm: AlgorithmSetting::Auto,
+            selection: Selection::default(),
             affinity: Affinity::None,
             cooldown: Cooldown::After,
             local_rank: None,
@@ -221,6 +224,9 @@ impl Config {
             algorithm: get("DL_COMM_ALGORITHM")
                 .map_or(Ok(defaults.algorithm), |name| AlgorithmSetting::parse(&name))
                 .map_err(of("DL_COMM_ALGORITHM"))?,
+            selection: get("DL_COMM_SELECTION")
+                .map_or(Ok(defaults.selection), |text| Selection::parse(&text))
+                .map_err(of("DL_COMM_SELECTION"))?,
             affinity: get("DL_COMM_AFFINITY").map_or(Ok(defaults.affinity), |text| Affinity::parse(&text))?,
             cooldown: match get("DL_COMM_COOLDOWN").as_deref() {
                 None => defaults.cooldown,
@@ -255,6 +261,7 @@ impl Config {
 mod tests {
     use super::*;
     use crate::collective::Algorithm;
+    use crate::collective::selection::Limit;
 
     fn with(name: &'static str, value: &'static str) -> Result<Config> {
         Config::from_lookup(move |asked| (asked == name).then(|| value.to_owned()))
@@ -275,6 +282,8 @@ mod tests {
         assert_eq!(with("DL_COMM_CHUNK_KB", "64").unwrap().chunk_bytes, Some(65536));
         assert_eq!(with("DL_COMM_COOLDOWN", "last").unwrap().cooldown, Cooldown::Last);
         assert_eq!(with("DL_COMM_ALGORITHM", "ring").unwrap().algorithm, AlgorithmSetting::Always(Algorithm::Ring));
+        let limits = with("DL_COMM_SELECTION", "reduce.one_round=64K").unwrap().selection;
+        assert_eq!(limits, Selection::default().with(Limit::ReduceOneRound, 64 << 10));
         assert_eq!(with("DL_COMM_MATCH_TIMEOUT_S", "0").unwrap().match_timeout, Duration::ZERO);
         assert_eq!(with("DL_COMM_GPU_PATH", "ipc").unwrap().device.path, PathSetting::Ipc);
         assert_eq!(with("DL_COMM_PIPELINE_CHUNK_KB", "64").unwrap().device.chunk, 65536);
@@ -328,6 +337,7 @@ mod tests {
             ("DL_COMM_CHUNK_KB", "1.5"),
             ("DL_COMM_MATCH_TIMEOUT_S", "-3"),
             ("DL_COMM_ALGORITHM", "fastest"),
+            ("DL_COMM_SELECTION", "some"),
             ("DL_COMM_AFFINITY", "some"),
             ("DL_COMM_COOLDOWN", "5"),
             ("DL_COMM_ALONE", "yes"),

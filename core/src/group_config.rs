@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use crate::collective::AlgorithmSetting;
 use crate::collective::device::DeviceSettings;
+use crate::collective::{AlgorithmSetting, Selection};
 use crate::deadline::Deadline;
 
 /// The settings of a group. The ranks must agree on all but the times.
@@ -19,6 +19,8 @@ pub struct GroupConfig {
     pub acc_f64: bool,
     /// Algorithm between hosts.
     pub algorithm: AlgorithmSetting,
+    /// At which lengths calls take another path.
+    pub selection: Selection,
     /// Settings for calls on device memory.
     pub device: DeviceSettings,
     /// Deadline of a call.
@@ -33,7 +35,7 @@ impl GroupConfig {
     /// All settings on which the ranks must agree, as text.
     pub fn agreement(&self) -> String {
         let slot = self.slot.map_or("the default size".to_owned(), |bytes| format!("{bytes} bytes"));
-        format!(
+        let mut text = format!(
             "{} threads, prec_level {}, slots of {}, the algorithm {} between hosts, the path {} and \
              chunks of {} bytes for GPUs",
             self.threads,
@@ -42,6 +44,11 @@ impl GroupConfig {
             self.algorithm.name(),
             self.device.path.name(),
             self.device.chunk
-        )
+        );
+        if self.selection != Selection::default() {
+            text += ", the limits ";
+            text += &self.selection.text();
+        }
+        text
     }
 }

@@ -101,6 +101,7 @@ fn by_variable(config: &Config) -> Value {
         match_timeout: match_within,
         chunk_bytes,
         algorithm,
+        selection,
         affinity,
         cooldown,
         // Each rank has its own.
@@ -135,6 +136,7 @@ fn by_variable(config: &Config) -> Value {
         "DL_COMM_MATCH_TIMEOUT_S": match_within.as_secs_f64(),
         "DL_COMM_CHUNK_KB": chunk_bytes.map(|bytes| bytes >> 10),
         "DL_COMM_ALGORITHM": algorithm.name(),
+        "DL_COMM_SELECTION": selection.text(),
         "DL_COMM_AFFINITY": affinity,
         "DL_COMM_COOLDOWN": cooldown,
         "DL_COMM_ALONE": i32::from(*alone),
@@ -162,6 +164,8 @@ fn file_at(maps: &str, address: usize) -> Option<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::collective::Selection;
+    use crate::collective::selection::Limit;
 
     #[test]
     fn before_init_it_tells_of_the_libraries_and_the_settings() {
@@ -183,12 +187,14 @@ mod tests {
             timeout: None,
             stall_warn: Some(Duration::from_millis(500)),
             chunk_bytes: Some(64 << 10),
+            selection: Selection::default().with(Limit::IpcOneShot, 1),
             affinity: Affinity::List(vec![1, 3]),
             ..Config::default()
         });
         assert_eq!(info["DL_COMM_TIMEOUT_S"], 0.0);
         assert_eq!(info["DL_COMM_STALL_WARN_S"], 0.5);
         assert_eq!(info["DL_COMM_CHUNK_KB"], 64);
+        assert_eq!(info["DL_COMM_SELECTION"], "ipc.one_shot=1");
         assert_eq!(info["DL_COMM_AFFINITY"], "1,3");
         assert_eq!(info["DL_COMM_SHM_DIR"], "/dev/shm");
         // The reported values can be parsed again.

@@ -3,7 +3,7 @@
 use strsim::levenshtein;
 
 /// Variables that dl_comm and its Python package read or set for their own processes.
-pub const KNOWN: [&str; 28] = [
+pub const KNOWN: [&str; 29] = [
     "DL_COMM_ADDR",
     "DL_COMM_AFFINITY",
     "DL_COMM_ALGORITHM",
@@ -24,6 +24,7 @@ pub const KNOWN: [&str; 28] = [
     "DL_COMM_PIPELINE_CHUNK_KB",
     "DL_COMM_RANK",
     "DL_COMM_RUN_CONFIG",
+    "DL_COMM_SELECTION",
     "DL_COMM_SHM_DIR",
     "DL_COMM_SIZE",
     "DL_COMM_SOCKET_IFNAME",

@@ -7,7 +7,7 @@ mod loom_support;
 use std::sync::Arc;
 
 use dl_comm_core::buffer::Buffer;
-use dl_comm_core::collective::{CallConfig, Channel, Op};
+use dl_comm_core::collective::{Channel, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::topology::Topology;
 use dl_comm_core::transport::ShmRegion;
@@ -23,27 +23,21 @@ struct Model {
     rounds: usize,
     len: usize,
     /// Reductions from this size on take turns between one round and slices.
-    timed_min: usize,
+    measured: Option<usize>,
     access: Access,
 }
 
-const TWO_RANKS: Model = Model {
-    op: Op::MEAN,
-    ranks: 2,
-    preemptions: 2,
-    rounds: 4,
-    len: FLOATS,
-    timed_min: usize::MAX,
-    access: Access::Slots,
-};
+const TWO_RANKS: Model =
+    Model { op: Op::MEAN, ranks: 2, preemptions: 2, rounds: 4, len: FLOATS, measured: None, access: Access::Slots };
 
 fn cached(model: Model) {
-    let Model { op, ranks, preemptions, rounds, len, timed_min, access } = model;
+    let Model { op, ranks, preemptions, rounds, len, measured, access } = model;
     explore(Some(preemptions), move || {
         let rank = |(rank, region): (usize, Arc<ShmRegion>)| {
             spawn(move || {
                 let topology = Arc::new(Topology::new(rank, &vec![0; ranks]));
-                let config = CallConfig { timed_min, ..config(&topology, SLOT) };
+                let mut config = config(&topology, SLOT);
+                config.limits.reductions.measured = measured;
                 let mut channel = Channel::new(topology, region.channel(0));
                 let mut plan = None;
                 for number in 0..rounds {
@@ -97,10 +91,10 @@ fn cached_allgathers_of_two_ranks() {
 /// At first the calls take the paths one, two, two, one.
 #[test]
 fn cached_allreduces_with_two_paths() {
-    cached(Model { timed_min: 1, ..TWO_RANKS });
+    cached(Model { measured: Some(1), ..TWO_RANKS });
 }
 
 #[test]
 fn cached_allreduces_with_two_paths_in_shared_tensors() {
-    cached(Model { timed_min: 1, access: Access::Peer, ..TWO_RANKS });
+    cached(Model { measured: Some(1), access: Access::Peer, ..TWO_RANKS });
 }

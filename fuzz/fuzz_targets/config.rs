@@ -3,10 +3,11 @@
 
 use arbitrary::Arbitrary;
 use dl_comm_core::affinity::{Affinity, GroupPlacement, assign_cpus};
+use dl_comm_core::collective::Selection;
 use dl_comm_core::config::Config;
 use libfuzzer_sys::fuzz_target;
 
-const NAMES: [&str; 18] = [
+const NAMES: [&str; 19] = [
     "DL_COMM_DEFAULT_NTHREADS",
     "DL_COMM_DEFAULT_PREC_LEVEL",
     "DL_COMM_TIMEOUT_S",
@@ -25,6 +26,7 @@ const NAMES: [&str; 18] = [
     "DL_COMM_GPU_PATH",
     "DL_COMM_PIPELINE_CHUNK_KB",
     "DL_COMM_NUM_CUDA_STREAMS",
+    "DL_COMM_SELECTION",
 ];
 
 #[derive(Debug, Arbitrary)]
@@ -44,6 +46,7 @@ fuzz_target!(|input: Input| {
         Err(error) => assert!(NAMES.iter().any(|name| error.to_string().contains(name)), "{error}"),
         Ok(config) => {
             assert!((1..=256).contains(&config.default_nthreads) && config.default_prec_level <= 1);
+            assert_eq!(Selection::parse(&config.selection.text()), Ok(config.selection));
             assert!(config.chunk_bytes.is_none_or(|bytes| bytes >= 4096));
             assert!(config.timeout.is_none_or(|timeout| timeout.as_secs() <= 1_000_000_000));
         }

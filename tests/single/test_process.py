@@ -136,6 +136,37 @@ def test_bad_environment_values_are_named(script: Script, name: str, value: str)
     assert finished.returncode == 0, finished.output
 
 
+SELECTED = """
+import dl_comm
+data = np.ones(8, np.float32)
+before = dl_comm.stats()["teams"][0]["shm_flags"]
+mc.gradients([data], 0)
+flags = dl_comm.stats()["teams"][0]["shm_flags"] - before
+write_line("<one flag>" if flags == 1 else "<several flags>")
+"""
+
+
+def test_a_limit_chooses_the_path_on_all_ranks(script: Script) -> None:
+    """A short call takes one round with one flag, a call beyond the limit more. Ranks with different limits refuse."""
+    for value, flags in (("", "<one flag>"), ("reduce.one_round=16", "<several flags>")):
+        finished = script(2, HEAD + "mc.init()" + SELECTED, env={"DL_COMM_SELECTION": value})
+        assert finished.output.count(flags) == 2, finished.output
+    differs = (
+        "import os\nrank = os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK'))\n"
+        "if rank == '1': os.environ['DL_COMM_SELECTION'] = 'reduce.one_round=16'\n"
+        + HEAD
+        + "try: mc.init()\nexcept mc.MismatchError as error: write_line('refused:', error)"
+    )
+    finished = script(2, differs)
+    assert finished.output.count("refused:") == 2, finished.output
+    assert "the limits reduce.one_round=16" in finished.output, finished.output
+    refused = "try: mc.init()\nexcept ValueError as error: write_line('refused:', error)"
+    finished = script(1, HEAD + refused, env={"DL_COMM_SELECTION": "reduce"})
+    assert "refused: DL_COMM_SELECTION: 'reduce' is no limit; these are reduce.measured, " in finished.output, (
+        finished.output
+    )
+
+
 def test_an_unknown_variable_is_named_once(script: Script) -> None:
     finished = script(2, HEAD + "mc.init()", env={"DL_COMM_TIMEUOT_S": "5"})
     assert finished.returncode == 0

@@ -11,6 +11,7 @@ use super::blocks::Counts;
 use super::call_config::CallConfig;
 use super::check::{check, extents};
 use super::operation::{Op, Pattern, Root};
+use super::selection::{MAX_CONCURRENT_TENSORS, PathLimits, chunk_bytes, device_chunk_bytes};
 use super::tensor_names::TensorNames;
 use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
@@ -35,6 +36,7 @@ pub struct Call {
     counts: Counts,
     /// The same on all ranks.
     channels: usize,
+    limits: PathLimits,
     config: CallConfig,
     name: String,
     by_name: bool,
@@ -47,26 +49,6 @@ pub struct Call {
 
 /// The name of an absent call.
 const ABSENT: &str = "\0absent";
-
-/// Minimum size of a chunk between GPU and host; smaller copies do not reach the bandwidth of the bus.
-const MIN_STAGED_BYTES: usize = 256 << 10;
-/// Chunks per channel of a large call on device memory, so that download, reduction and upload overlap.
-const CHUNKS_PER_CHANNEL: usize = 4;
-/// Bytes of a block, or of the line, in the largest small call.
-fn small_max(op: Op, config: &CallConfig) -> usize {
-    match op.pattern() {
-        Pattern::Line if op.collective.reduces => config.small_max,
-        // The copies of the root and of the others follow each other.
-        Pattern::Line => config.small_blocks_max / 2,
-        Pattern::Gather | Pattern::Scatter | Pattern::Exchange => config.small_blocks_max / config.ranks,
-    }
-}
-
-/// Chunks per channel of a large broadcast: the root fills slots while the others empty them, and the first and the last
-/// chunk do not overlap.
-const BROADCAST_CHUNKS: usize = 8;
-/// Minimum size of a chunk; for smaller chunks another channel costs more than it gains.
-const MIN_CHUNK_BYTES: usize = 64 << 10;
 
 impl Call {
     /// Checks and lays out a call on `replicas`, equal lists of tensors; a barrier has none. The length and the shape of
@@ -113,13 +95,8 @@ impl Call {
         // The ranks do not know each other's pairs.
         let knows_length = !matches!(counts, Counts::Pairs { .. });
         let channels = config.max_channels;
-        let share =
-            total.div_ceil(if op.is_broadcast() { BROADCAST_CHUNKS } else { 2 } * channels).next_multiple_of(ALIGN);
-        let chunk = if !knows_length || total <= small_max(op, &config) {
-            max_chunk
-        } else {
-            share.clamp(MIN_CHUNK_BYTES.min(max_chunk), max_chunk)
-        };
+        let limits = config.limits.of(op);
+        let chunk = chunk_bytes(op, knows_length.then_some(total), limits, channels, max_chunk);
         let layout = WireLayout::new(&lengths, wire_size, chunk);
         let name = name.to_owned();
         let mut call = Call {
@@ -130,6 +107,7 @@ impl Call {
             replicas,
             counts,
             channels,
+            limits,
             config,
             name,
             by_name: false,
@@ -210,8 +188,7 @@ impl Call {
         if !self.op.runs_in_device_chunks() {
             return Ok(Call { signature, producer: Some(producer), ..self });
         }
-        let share = self.layout.total().div_ceil(CHUNKS_PER_CHANNEL * self.config.channels).next_multiple_of(ALIGN);
-        let chunk = share.clamp(MIN_STAGED_BYTES.min(chunk), chunk);
+        let chunk = device_chunk_bytes(self.layout.total(), self.config.channels, chunk);
         // A thread of such a call often waits for the GPU.
         let channels = self.config.channels;
         Ok(Call { layout: self.layout.with_chunk_size(chunk), channels, signature, producer: Some(producer), ..self })
@@ -260,6 +237,7 @@ impl Call {
             replicas: Vec::new(),
             counts: Counts::Even,
             channels: self.channels,
+            limits: self.config.limits.of(Op::BARRIER),
             config: self.config.clone(),
             name: self.name.clone(),
             by_name: self.by_name,
@@ -288,6 +266,7 @@ impl Call {
             replicas: vec![tensors],
             counts: Counts::Even,
             channels: 1,
+            limits: self.limits,
             config: self.config.clone(),
             name: self.name.clone(),
             by_name: self.by_name,
@@ -398,8 +377,7 @@ impl Call {
 
     /// Whether it may run in one round; the same on all ranks with the same call.
     pub fn is_small(&self) -> bool {
-        self.layout.total() <= small_max(self.op, &self.config)
-            && self.config.small_max > 0
+        self.limits.one_round.is_some_and(|longest| self.layout.total() <= longest)
             && self.layout.chunks() == 1
             && !self.wire_is_acc()
             && !self.agrees_on_length()
@@ -408,9 +386,11 @@ impl Call {
     /// Whether between hosts it can begin while calls before it are under way, and they while it is: it has one chunk on
     /// all ranks. Lists of many tensors cannot: [`Call::conflicts_with`] would take long.
     pub fn can_be_concurrent(&self) -> bool {
-        const MAX_TENSORS: usize = 8;
         let tensors: usize = self.replicas.iter().map(Vec::len).sum();
-        self.layout.chunks() == 1 && tensors <= MAX_TENSORS && !self.agrees_on_length() && self.producer().is_none()
+        self.layout.chunks() == 1
+            && tensors <= MAX_CONCURRENT_TENSORS
+            && !self.agrees_on_length()
+            && self.producer().is_none()
     }
 
     /// Whether one of the two calls writes memory that the other one uses, so that they cannot be under way at once.
@@ -430,9 +410,9 @@ impl Call {
         ranges.filter(|(range, _)| !range.is_empty())
     }
 
-    /// Bytes of a small reduction from which on the ranks choose between one round and slices.
-    pub(super) fn timed_min(&self) -> usize {
-        self.config.timed_min
+    /// Bytes of the line, or of all blocks, from which on the ranks measure which of two paths is faster.
+    pub(super) fn measured_from(&self) -> usize {
+        self.limits.measured.unwrap_or(usize::MAX)
     }
 
     /// The numbers of elements of a tensor's source and destination that this rank reads and writes.

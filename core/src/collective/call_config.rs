@@ -1,6 +1,7 @@
 //! Settings of a group's calls. Plain data.
 
 use super::blocks::Compartments;
+use super::selection::HostLimits;
 use crate::group_key::GroupKey;
 use crate::topology::Topology;
 
@@ -21,18 +22,14 @@ pub struct CallConfig {
     pub slot: usize,
     /// How blocks share a slot.
     pub compartments: Compartments,
-    /// Largest allreduce or reduce, in bytes, that may run in one round; 0 with several hosts, where no call does.
-    pub small_max: usize,
-    /// From this size on the ranks measure whether one round is faster than slices.
-    pub timed_min: usize,
-    /// Bytes of all blocks of the largest other call that runs in one round.
-    pub small_blocks_max: usize,
+    /// At which lengths its calls on one host take another path.
+    pub limits: HostLimits,
     /// Whether floating-point sums are float64.
     pub acc_f64: bool,
 }
 
 impl CallConfig {
-    /// The settings of group `key`, with `channels` channels and slots of `slot` bytes. No call is small, and sums of
+    /// The settings of group `key`, with `channels` channels and slots of `slot` bytes. No call takes one round, and sums of
     /// float32 are float32.
     pub fn new(topology: &Topology, key: GroupKey, channels: usize, slot: usize) -> CallConfig {
         CallConfig {
@@ -43,9 +40,7 @@ impl CallConfig {
             max_channels: channels,
             slot,
             compartments: Compartments::new(topology),
-            small_max: 0,
-            timed_min: usize::MAX,
-            small_blocks_max: 0,
+            limits: HostLimits::NONE,
             acc_f64: false,
         }
     }

@@ -52,7 +52,7 @@ pub struct Channel {
     pub(super) plan: Plan,
     /// Whether the system has refused to copy between private memories, on some rank; the same on all ranks.
     pub(super) is_refused: bool,
-    /// The calls that may copy directly.
+    /// Whether calls may copy directly.
     pub(super) direct_copies: DirectCopies,
     pub(super) path_choice: PathChoice,
     /// Of the call that runs, if it has a choice.

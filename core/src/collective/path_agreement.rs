@@ -17,11 +17,11 @@ impl Channel {
     pub(super) fn kind(&self, call: &Call, total: usize) -> Option<Kind> {
         let volume = total.saturating_mul(call.blocks());
         let reduces = call.op.collective.reduces;
-        let min = if reduces { call.timed_min() } else { self.direct_copies.min };
+        let min = call.measured_from();
         let has_paths = || match reduces {
             // A longer reduction always goes in slices, and one of blocks in one round.
             true => call.is_small() && call.op.pattern() == Pattern::Line,
-            false => !call.op.is_barrier() && !call.is_pinned(),
+            false => self.direct_copies.possible && !call.op.is_barrier() && !call.is_pinned(),
         };
         let kind = || Kind::new(call.op.collective.code, self.timing_rank(call), volume, min);
         (volume >= min && has_paths()).then(kind)

@@ -20,6 +20,7 @@ use super::channel::{Channel, ChunkResult, out_of_sync};
 use super::chunk_source::ActiveCall;
 use super::operation::{Op, Pattern, Root};
 use super::path_choice::CallPath;
+use super::selection::may_run_in_place;
 use super::shard::PerRank;
 use super::transfer::{copy_own_block, copy_result};
 use super::wire::{block_part, block_ranges, shard_range};
@@ -47,8 +48,7 @@ impl Channel {
         if self.plan.total == 0 || call.towers() != 1 || num_words(call) * size_of::<u64>() > call.slot() {
             return SlotContent::Data;
         }
-        let several_hosts = self.topology.hosts() > 1;
-        if several_hosts && !call.op.is_allreduce() {
+        if !may_run_in_place(call.op, self.topology.hosts()) {
             return SlotContent::Data;
         }
         let is_visible = |range: Range<usize>| range.is_empty() || memory.offset_of(range).is_some();

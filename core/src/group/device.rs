@@ -15,6 +15,7 @@ use super::worker::Worker;
 use crate::collective::Call;
 use crate::collective::device::{DevicePath, DeviceResult, NcclPath, StagingPipeline, unrecoverable};
 use crate::error::{Error, Result, guard};
+use crate::group_config::GroupConfig;
 use crate::lock::lock;
 use crate::transport::gpu::{LaunchOrder, Place};
 
@@ -81,9 +82,10 @@ impl DeviceExecutor {
     }
 
     fn start(worker: &mut Worker, work: &Arc<Work>) -> Result<DeviceExecutor> {
-        let settings = worker.shared.settings.device;
-        let path = worker
-            .run_checked(work, |channel, work, wait_ctx| DevicePath::new(channel, &work.call, settings, wait_ctx))?;
+        let GroupConfig { device, selection, .. } = worker.shared.settings;
+        let path = worker.run_checked(work, |channel, work, wait_ctx| {
+            DevicePath::new(channel, &work.call, device, &selection, wait_ctx)
+        })?;
         // Only the first call sets it.
         let _first = worker.shared.gpu_info.set(path.describe());
         worker.shared.copies_others.store(path.copies_others(), Ordering::Relaxed);

@@ -13,6 +13,7 @@ use super::state::{GroupState, OnFailure};
 use super::submit::Group;
 use super::thread::{GroupThread, ThreadSettings};
 use super::worker::Worker;
+use crate::collective::selection::GroupShape;
 use crate::collective::{CallConfig, Channel};
 use crate::error::{Error, Result};
 use crate::fork;
@@ -21,27 +22,6 @@ use crate::lock::lock;
 use crate::log::log_line;
 use crate::transport::shm_region::RegionLayout;
 use crate::transport::{GroupResources, max_channels};
-
-/// Data that a rank reads from its peers in an allreduce or reduce that always takes one round.
-const ONE_ROUND_READ_BYTES: usize = 8 << 10;
-/// The same in one that may take one round.
-const SMALL_READ_BYTES: usize = 128 << 10;
-/// The same in one that always takes one round if ranks share CPUs: further rounds cost changes of threads.
-const SMALL_READ_BYTES_SHARED_CPUS: usize = 512 << 10;
-
-/// Bytes of all blocks of the largest other small call: beyond, several chunks overlap the work of senders and receivers.
-const SMALL_BLOCKS_MAX_BYTES: usize = 128 << 10;
-
-/// The largest allreduce or reduce that may take one round, and the least that may take slices instead. With more
-/// channels the limits are lower, because several threads could share a larger call.
-fn small_sizes(layout: RegionLayout, channels: usize, cpus_per_rank: usize) -> (usize, usize) {
-    let share = |read: usize| read / layout.ranks.saturating_sub(1).max(1) / channels;
-    match cpus_per_rank {
-        0 => (share(SMALL_READ_BYTES_SHARED_CPUS).min(layout.slot), usize::MAX),
-        _ if layout.ranks == 1 => (share(SMALL_READ_BYTES).min(layout.slot), usize::MAX),
-        _ => (share(SMALL_READ_BYTES).min(layout.slot), share(ONE_ROUND_READ_BYTES) + 1),
-    }
-}
 
 impl Group {
     /// A group with one thread for each channel of `resources`, thread i on processor `cpus[i]` if given. Its memory
@@ -59,17 +39,18 @@ impl Group {
     ) -> Result<Group> {
         let GroupResources { key, members, topology, names, region, links, network, cpus_per_rank } = resources;
         let channels = max_channels(links.len(), cpus_per_rank);
-        let (small_max, timed_min) = match topology.hosts() {
-            1 => small_sizes(region.layout(), channels, cpus_per_rank),
-            _ => (0, usize::MAX),
-        };
+        let RegionLayout { ranks, slot, .. } = region.layout();
         let config = CallConfig {
             max_channels: channels,
-            small_blocks_max: if topology.hosts() == 1 { SMALL_BLOCKS_MAX_BYTES } else { 0 },
-            small_max,
-            timed_min,
+            limits: settings.selection.host_limits(GroupShape {
+                hosts: topology.hosts(),
+                ranks,
+                channels,
+                slot,
+                cpus_per_rank,
+            }),
             acc_f64: settings.acc_f64,
-            ..CallConfig::new(&topology, key, links.len(), region.layout().slot)
+            ..CallConfig::new(&topology, key, links.len(), slot)
         };
         let rank = topology.rank();
         let thread = |index: usize| ThreadSettings {

@@ -164,6 +164,7 @@ fn group_config(config: &Config, hosts: usize) -> GroupConfig {
         slot,
         acc_f64: config.default_prec_level == 1,
         algorithm: config.algorithm,
+        selection: config.selection,
         device: DeviceSettings { chunk, ..config.device },
         timeout: Deadline { after: config.timeout, set_by: SetBy::Environment },
         stall_warn: config.stall_warn,

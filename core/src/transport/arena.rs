@@ -27,8 +27,8 @@ use crate::log::log_line;
 /// Calls that may copy directly from tensor to tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DirectCopies {
-    /// Bytes of a call that only moves data from which on the ranks choose between slots and direct copies.
-    pub min: usize,
+    /// Whether calls that only move data may choose between slots and direct copies.
+    pub possible: bool,
     /// Whether they choose direct copies without measuring.
     pub always: bool,
     /// Whether the ranks can copy out of each other's private memory.
@@ -37,11 +37,8 @@ pub struct DirectCopies {
 
 impl DirectCopies {
     /// No call.
-    pub const NONE: DirectCopies = DirectCopies { min: usize::MAX, always: false, private: false };
+    pub const NONE: DirectCopies = DirectCopies { possible: false, always: false, private: false };
 }
-
-/// Below this, slots are faster than system calls, and than another round of flags.
-pub const DIRECT_MIN_BYTES: usize = 16 << 10;
 
 /// Shared memory of the local ranks, addressed by offset.
 pub trait PeerMemory: Send + Sync {
@@ -53,7 +50,7 @@ pub trait PeerMemory: Send + Sync {
 
     /// The calls that may copy directly from tensor to tensor; the same on all ranks of the host.
     fn direct_copies(&self) -> DirectCopies {
-        DirectCopies { min: DIRECT_MIN_BYTES, always: false, private: false }
+        DirectCopies { possible: true, always: false, private: false }
     }
 
     /// Copies `len` bytes at `address` of the process of `local_rank` to `to`. Returns false if the system refuses.

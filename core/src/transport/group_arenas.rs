@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::arena::{Arenas, DIRECT_MIN_BYTES, DirectCopies, Hold, PeerMemory};
+use super::arena::{Arenas, DirectCopies, Hold, PeerMemory};
 use super::mailbox::memory::arena_header;
 use super::mailbox::process_memory;
 use crate::error::Result;
@@ -56,7 +56,7 @@ impl PeerMemory for GroupArenas {
     }
 
     fn direct_copies(&self) -> DirectCopies {
-        DirectCopies { min: DIRECT_MIN_BYTES, always: false, private: self.processes.is_some() }
+        DirectCopies { possible: true, always: false, private: self.processes.is_some() }
     }
 
     unsafe fn read_private(&self, local_rank: usize, address: u64, to: *mut u8, len: usize) -> bool {

@@ -149,7 +149,11 @@ impl PeerMemory for ProcessMemory {
         usize::try_from(address).ok().map(std::ptr::with_exposed_provenance_mut)
     }
     fn direct_copies(&self) -> DirectCopies {
-        if self.private { DirectCopies { min: 1, always: !self.measures, private: true } } else { DirectCopies::NONE }
+        if self.private {
+            DirectCopies { possible: true, always: !self.measures, private: true }
+        } else {
+            DirectCopies::NONE
+        }
     }
     unsafe fn read_private(&self, local_rank: usize, address: u64, to: *mut u8, len: usize) -> bool {
         // SAFETY: guaranteed by the caller.

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use dl_comm_core::buffer::{Buffer, Tensor};
 use dl_comm_core::collective::device::DeviceSettings;
-use dl_comm_core::collective::{AlgorithmSetting, Op};
+use dl_comm_core::collective::selection::Limit;
+use dl_comm_core::collective::{AlgorithmSetting, Op, Selection};
 use dl_comm_core::deadline::Deadline;
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Result;
@@ -30,6 +31,9 @@ pub struct Rank {
     pub team: Team,
 }
 
+/// The limits below which moves always go through slots.
+pub const SHORT_MOVES: [Limit; 2] = [Limit::BroadcastMeasured, Limit::BlocksMeasured];
+
 /// The world of a test.
 #[derive(Debug, Clone)]
 pub struct World {
@@ -43,6 +47,8 @@ pub struct World {
     pub acc_f64: bool,
     /// Algorithm between hosts.
     pub algorithm: AlgorithmSetting,
+    /// At which lengths calls take another path. Moves of one byte may be direct copies.
+    pub selection: Selection,
     /// How the ranks of a host reach each other's tensors.
     pub access: Access,
     /// Whether threads outnumber processors.
@@ -64,6 +70,7 @@ impl World {
             slot: 4096,
             acc_f64: false,
             algorithm: AlgorithmSetting::Auto,
+            selection: SHORT_MOVES.into_iter().fold(Selection::default(), |all, limit| all.with(limit, 1)),
             access: Access::Slots,
             oversubscribed: false,
             timeout: Duration::from_secs(60),
@@ -91,6 +98,7 @@ impl World {
             slot: Some(self.slot),
             acc_f64: self.acc_f64,
             algorithm: self.algorithm,
+            selection: self.selection,
             timeout: Deadline { after: Some(self.timeout), ..Deadline::default() },
             stall_warn: None,
             match_timeout: self.match_timeout,
@@ -137,6 +145,7 @@ pub fn groups(hosts: &[usize], members: &[Vec<usize>], timeout: Duration) -> Vec
         slot: Some(4096),
         acc_f64: false,
         algorithm: AlgorithmSetting::Auto,
+        selection: Selection::default(),
         timeout: Deadline { after: Some(timeout), ..Deadline::default() },
         stall_warn: None,
         match_timeout: Duration::from_secs(1),

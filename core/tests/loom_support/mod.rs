@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use dl_comm_core::buffer::{Buffer, Tensor};
+use dl_comm_core::collective::selection::{HostLimits, PathLimits};
 use dl_comm_core::collective::{Call, CallConfig, Channel, Counts, Op};
 use dl_comm_core::deadline::Deadline;
 use dl_comm_core::dtype::DType;
@@ -77,10 +78,12 @@ pub fn with_wait_context<T>(region: &ShmRegion, body: impl FnOnce(&WaitContext<'
     body(&WaitContext::new(Instant::now(), Deadline::default(), None, &warned, &timings, &callbacks))
 }
 
-/// Settings of calls on one channel. Calls of at most `small_max` bytes take one exchange.
+/// Settings of calls on one channel. Calls of at most `small_max` bytes may take one round.
 pub fn config(topology: &Topology, small_max: usize) -> CallConfig {
-    let small_blocks_max = small_max * topology.size().max(2);
-    CallConfig { small_max, small_blocks_max, ..CallConfig::new(topology, GroupKey::team(0), 1, SLOT) }
+    let one_round = (small_max > 0).then_some(small_max);
+    let (reductions, moves) = (PathLimits { one_round, measured: None }, PathLimits { one_round, measured: Some(1) });
+    let limits = HostLimits { reductions, reduce_scatters: reductions, broadcasts: moves, blocks: moves };
+    CallConfig { limits, ..CallConfig::new(topology, GroupKey::team(0), 1, SLOT) }
 }
 
 /// A call of `op` with one tensor.

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, Once};
 
 use serde_json::{Value, json};
 
-use super::ipc::{IpcPath, MIN_BOUNCE_BYTES, bounce_bytes};
+use super::ipc::{IpcPath, MIN_BOUNCE_BYTES, bounce_bytes, one_shot_max};
 use super::ipc_multi_host::{MultiHostIpc, NUM_BUFFERS, ShardOwner};
 use super::ipc_peers::IpcPeers;
 use super::nccl::NcclPath;
@@ -14,6 +14,7 @@ use super::settings::{DeviceSettings, Path, PathSetting};
 use super::streams::{DeviceResult, producer, signal_outputs, wait_inputs};
 use crate::collective::call::Call;
 use crate::collective::channel::Channel;
+use crate::collective::selection::{Limit, Selection};
 use crate::collective::value_allgather::allgather_merge;
 use crate::error::{Error, Result};
 use crate::lock::lock;
@@ -35,8 +36,6 @@ pub struct DevicePath {
     state: PathState,
 }
 
-/// From so many bytes on, `ipc` is as fast as host memory where ranks share a GPU whose kernels take turns (H200).
-const STAGED_BELOW: usize = 2 << 20;
 enum PathState {
     SingleRank(Stream),
     Nccl(Arc<Mutex<NcclPath>>),
@@ -46,7 +45,8 @@ enum PathState {
 }
 
 impl DevicePath {
-    /// Agrees on a path with the other ranks, all of which run `call`.
+    /// Agrees on a path with the other ranks, all of which run `call`. `selection`: at which lengths calls take another
+    /// one.
     ///
     /// # Errors
     /// [`Error::System`] or [`Error::Invalid`], the same on all ranks, if one of them cannot use its GPU or the
@@ -55,6 +55,7 @@ impl DevicePath {
         channel: &mut Channel,
         call: &Call,
         settings: DeviceSettings,
+        selection: &Selection,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<DevicePath> {
         let context = Arc::clone(producer(call)?.context());
@@ -66,7 +67,7 @@ impl DevicePath {
             let state = match choice.path {
                 Path::SingleRank => Ok((choice.path, PathState::SingleRank(Stream::new(&context)?))),
                 Path::Staged => Ok((choice.path, PathState::Staged)),
-                Path::Nccl => match NcclPath::new(channel, &context, wait_ctx)? {
+                Path::Nccl => match NcclPath::new(channel, &context, selection, wait_ctx)? {
                     Ok(path) => Ok((choice.path, PathState::Nccl(Arc::new(Mutex::new(path))))),
                     Err(reason) => {
                         // At least one rank lacks NCCL: choose again without it.
@@ -77,11 +78,12 @@ impl DevicePath {
                     }
                 },
                 Path::Ipc(sync) => {
-                    let opened =
-                        IpcPeers::new(channel, &context, sync, bounce_bytes(topology.size()), Ok(()), wait_ctx)?;
+                    let one_shot_max = one_shot_max(selection, topology.size());
+                    let bounce = bounce_bytes(one_shot_max);
+                    let opened = IpcPeers::new(channel, &context, sync, bounce, Ok(()), wait_ctx)?;
                     match opened {
                         Ok((peers, ())) => {
-                            let (sync, path) = (peers.sync, IpcPath::new(peers, choice.own_gpus)?);
+                            let (sync, path) = (peers.sync, IpcPath::new(peers, one_shot_max, choice.own_gpus)?);
                             Ok((Path::Ipc(sync), PathState::Ipc(Box::new(path))))
                         }
                         Err(reason) => Err(reason),
@@ -114,7 +116,7 @@ impl DevicePath {
             ONCE.call_once(|| log_line(TAKE_TURNS));
         }
         let by_length = takes_turns && settings.path == PathSetting::Auto && matches!(path, Path::Ipc(_));
-        let staged_below = if by_length { STAGED_BELOW } else { 0 };
+        let staged_below = if by_length { selection.limit(Limit::IpcHostMemory) } else { 0 };
         Ok(DevicePath { context, path, reason, takes_turns, staged_below, state })
     }
 

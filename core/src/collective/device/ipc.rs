@@ -22,6 +22,7 @@ use super::streams::{DeviceResult, root, signal_outputs, wait_inputs};
 use crate::collective::call::Call;
 use crate::collective::channel::Channel;
 use crate::collective::operation::Op;
+use crate::collective::selection::{Limit, Selection};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::reduce::ReduceOp;
@@ -29,21 +30,19 @@ use crate::transport::WaitContext;
 use crate::transport::gpu::{Address, Event, ExportUpdates, PeerImports, ReportedExports, kernel_type};
 use crate::wire_layout::{TensorRange, slice};
 
-/// What the ranks of a one-shot call read of each other's memory at most, in bytes: each reads the input of all. A two-shot
-/// call reads and writes less, but takes two more stream barriers and an exchange of addresses.
-const ONE_SHOT_READ_BYTES: usize = 4 << 20;
 /// A smaller allocation would share a driver block with other memory of the process and expose that to the peers.
 pub(super) const MIN_BOUNCE_BYTES: usize = 2 << 20;
 
-/// Largest one-shot call of so many ranks, in bytes.
-fn one_shot_max(ranks: usize) -> usize {
-    ONE_SHOT_READ_BYTES / ranks.max(1) / 4096 * 4096
+/// Bytes of the largest one-shot call of so many ranks.
+pub(super) fn one_shot_max(selection: &Selection, ranks: usize) -> usize {
+    selection.limit(Limit::IpcOneShot) / ranks.max(1) / 4096 * 4096
 }
 
-/// Bytes of a bounce buffer: two one-shot calls.
-pub(super) fn bounce_bytes(ranks: usize) -> usize {
-    (2 * one_shot_max(ranks)).max(MIN_BOUNCE_BYTES)
+/// Bytes of a bounce buffer: two one-shot calls of up to `one_shot_max` bytes.
+pub(super) fn bounce_bytes(one_shot_max: usize) -> usize {
+    (2 * one_shot_max).max(MIN_BOUNCE_BYTES)
 }
+
 /// Maximum blocks of a kernel between GPUs. The links are the bottleneck, and more blocks would take multiprocessors
 /// from the backward pass. (NCCL uses up to 32 for an allreduce over NVLink.)
 const LINK_BLOCKS: u32 = 48;
@@ -58,6 +57,7 @@ const NUM_CHUNK_BUFFERS: usize = 2;
 pub(super) struct IpcPath {
     pub peers: IpcPeers,
     num_one_shots: usize,
+    one_shot_max: usize,
     reported: ReportedExports,
     chunks: Chunks,
     /// The number of large calls that ran in chunks because GPU IPC cannot open a rank's tensors.
@@ -75,15 +75,15 @@ enum Chunks {
 }
 
 impl IpcPath {
-    /// For ranks with open IPC memory and bounce buffers of [`bounce_bytes`] bytes. `own_gpus`: no two ranks share a
-    /// GPU.
-    pub fn new(peers: IpcPeers, own_gpus: bool) -> Result<IpcPath> {
+    /// For ranks with open IPC memory and bounce buffers of [`bounce_bytes`] bytes for one-shot calls of up to
+    /// `one_shot_max` bytes. `own_gpus`: no two ranks share a GPU.
+    pub fn new(peers: IpcPeers, one_shot_max: usize, own_gpus: bool) -> Result<IpcPath> {
         let mut launcher = peers.launcher()?;
         if own_gpus {
             launcher.blocks = LINK_BLOCKS;
         }
         let (reported, chunks) = (ReportedExports::default(), Chunks::NotRequested);
-        Ok(IpcPath { peers, num_one_shots: 0, reported, chunks, calls_in_chunks: 0, launcher })
+        Ok(IpcPath { peers, num_one_shots: 0, one_shot_max, reported, chunks, calls_in_chunks: 0, launcher })
     }
 
     /// Bytes of device memory in use on this rank.
@@ -99,7 +99,7 @@ impl IpcPath {
             wait_inputs(call, &self.peers.stream)?;
             return signal_outputs(call, &self.peers.stream).map(DeviceResult::Enqueued);
         }
-        if total <= one_shot_max(self.peers.imports.len()) {
+        if total <= self.one_shot_max {
             return self.one_shot(channel, call, wait_ctx).map(DeviceResult::Enqueued);
         }
         match self.exchange_addresses(channel, call, wait_ctx)? {
@@ -111,7 +111,7 @@ impl IpcPath {
     /// Each rank computes the whole result from all bounce buffers. Two buffers alternate: a rank that reaches a call
     /// has finished reading the buffers of the call before.
     fn one_shot(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<Event> {
-        let at = (self.num_one_shots % 2 * one_shot_max(self.peers.imports.len())) as u64;
+        let at = (self.num_one_shots % 2 * self.one_shot_max) as u64;
         self.num_one_shots += 1;
         let total = call.layout.total();
         let root = root(call, &channel.topology);

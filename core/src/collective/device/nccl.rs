@@ -20,6 +20,7 @@ use crate::buffer::Tensor;
 use crate::collective::call::{Call, lengths};
 use crate::collective::channel::Channel;
 use crate::collective::operation::Pattern;
+use crate::collective::selection::{Limit, Selection};
 use crate::collective::value_allgather::allgather_merge;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -29,9 +30,7 @@ use crate::transport::gpu::{
 };
 use crate::wire_layout::{DtypeRun, WireLayout};
 
-/// Tensors up to this size are fused if there are more than [`MIN_TO_FUSE`]: an NCCL operation for each costs more.
-const FUSE_MAX_BYTES: usize = 256 << 10;
-/// This many separate operations cost no more than the copies of a fusion.
+/// This many separate operations of short tensors cost no more than the copies of a fusion.
 const MIN_TO_FUSE: usize = 4;
 /// Size of the bucket in bytes.
 const BUCKET: usize = 16 << 20;
@@ -57,6 +56,8 @@ pub struct NcclPath {
     /// Allocated by the first fusion.
     bucket: Option<DeviceBuffer>,
     launcher: Launcher,
+    /// Bytes of the longest tensor that is fused, if there are more than [`MIN_TO_FUSE`].
+    fused_max: usize,
 }
 
 impl NcclPath {
@@ -65,6 +66,7 @@ impl NcclPath {
     pub fn new(
         channel: &mut Channel,
         context: &Arc<Context>,
+        selection: &Selection,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<std::result::Result<NcclPath, Option<String>>> {
         let _guard = context.push()?;
@@ -95,8 +97,18 @@ impl NcclPath {
                     let mut launcher = Launcher::new(context);
                     launcher.stop = stop.address();
                     let release = Arc::new(NcclRelease { communicator: Arc::clone(&communicator), stop });
-                    let ranks = size;
-                    return Ok(Ok(NcclPath { stream, rank, ranks, communicator, release, bucket: None, launcher }));
+                    let (ranks, fused_max) = (size, selection.limit(Limit::NcclFused));
+                    let bucket = None;
+                    return Ok(Ok(NcclPath {
+                        stream,
+                        rank,
+                        ranks,
+                        communicator,
+                        release,
+                        bucket,
+                        launcher,
+                        fused_max,
+                    }));
                 }
                 // Some rank has no communicator: drop this one.
                 (Start::Failed | Start::Ready, _) => {
@@ -134,7 +146,7 @@ impl NcclPath {
         wanted.dedup_by_key(|(dtype, _)| *dtype);
         let operators = Operators::new(&self.communicator, &wanted)?;
         let size = |index: usize| call.tensors(0)[index].buffer.byte_ranges().0.len();
-        let is_small = |index: usize| call.op.pattern() == Pattern::Line && size(index) <= FUSE_MAX_BYTES;
+        let is_small = |index: usize| call.op.pattern() == Pattern::Line && size(index) <= self.fused_max;
         let (mut small, mut large): (Vec<usize>, Vec<usize>) =
             call.layout.tensors().partition(|&index| is_small(index));
         if small.len() <= MIN_TO_FUSE {

@@ -13,6 +13,7 @@ use crate::collective::call::Call;
 use crate::collective::lookahead::Lookahead;
 use crate::collective::operation::Pattern;
 use crate::collective::partials::{InterHostOps, Partial, Piece};
+use crate::collective::selection::between_hosts;
 use crate::collective::shard::ShardView;
 use crate::collective::wire::{host_piece, runs};
 use crate::error::Result;
@@ -109,11 +110,9 @@ impl InterHost {
     ) -> Result<InFlightSlice> {
         let (setting, network) = (self.setting, self.network);
         let mut exchange = self.exchange(slice, wait_ctx);
-        let algorithm = match setting {
-            _ if slice.call.op.pattern() != Pattern::Line => Algorithm::Pairwise,
-            AlgorithmSetting::Always(algorithm) => algorithm,
-            AlgorithmSetting::Auto => cost::fastest(&network, exchange.hosts(), exchange.cost_input(), !matched),
-        };
+        let algorithm = between_hosts(slice.call.op, setting, || {
+            cost::fastest(&network, exchange.hosts(), exchange.cost_input(), !matched)
+        });
         let payload = match algorithm {
             Algorithm::Doubling => Payload::Whole,
             Algorithm::Halving => Payload::Halves,

@@ -1,0 +1,229 @@
+//! The table of choices: it is the one of `docs/algorithms.md`; whatever its limits, a call gives the same bits; the paths
+//! cost what the page says.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod common;
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use common::{Rank, SHORT_MOVES, World, tensor};
+use dl_comm_core::buffer::{Buffer, Tensor};
+use dl_comm_core::collective::selection::{Limit, ROWS, Row};
+use dl_comm_core::collective::{AlgorithmSetting, Op, Pattern, Selection, TABLE};
+use dl_comm_core::dtype::DType;
+use dl_comm_core::reduce::ReduceOp;
+use dl_comm_core::transport::in_process::Access;
+use dl_comm_core::transport::mailbox::ring::CELL_BYTES;
+
+/// The page without line breaks in its paragraphs.
+fn page() -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/algorithms.md");
+    std::fs::read_to_string(path).unwrap()
+}
+
+fn size(bytes: usize) -> String {
+    match bytes {
+        bytes if bytes % (1 << 20) == 0 => format!("{} MiB", bytes >> 20),
+        bytes => format!("{} KiB", bytes >> 10),
+    }
+}
+
+/// The rows as the page has them.
+fn printed() -> String {
+    let mut text = String::new();
+    for Row { name, calls, of, bytes, inclusive, short, long, .. } in &ROWS {
+        let bound = if *inclusive { "up to" } else { "below" };
+        writeln!(text, "| `{name}` | {calls} | {of} | {bound} {} | {short} | {long} |", size(*bytes)).unwrap();
+    }
+    text
+}
+
+#[test]
+fn the_page_has_the_table() {
+    let (page, rows) = (page(), printed());
+    println!("{rows}");
+    let (_, limits) = page.split_once("\n## Limits\n").unwrap();
+    let (_, table) = limits.split_once("|---|---|---|---|---|---|\n").unwrap();
+    let (table, _) = table.split_once("\n\n").unwrap();
+    assert_eq!(format!("{table}\n"), rows, "docs/algorithms.md differs from core/src/collective/selection.rs");
+}
+
+#[test]
+fn the_page_has_every_collective_and_algorithm() {
+    let page = page();
+    let section = |name: &str| {
+        let (_, rest) = page.split_once(&format!("\n## {name}\n")).unwrap();
+        rest.split_once("\n## ").map_or(rest, |(section, _)| section).to_owned()
+    };
+    for collective in &TABLE {
+        assert!(section("On one host").contains(&format!("\n| {} |", collective.name)), "{}", collective.name);
+        assert!(section("Between hosts").contains(collective.name), "{}", collective.name);
+    }
+    for name in ["doubling", "halving", "pairwise", "ring"] {
+        assert!(AlgorithmSetting::parse(name).is_ok());
+        assert!(section("Between hosts").contains(&format!("| `{name}`")), "{name}");
+    }
+    for path in ["nccl", "ipc", "ipc+staged", "staged"] {
+        assert!(section("On GPUs").contains(&format!("| `{path}`")), "{path}");
+    }
+    assert!(section("Messages").contains(&size(CELL_BYTES)));
+}
+
+/// The operations of all collectives with the same inputs: `len` floats for each block.
+fn ops(root: usize) -> Vec<Op> {
+    TABLE.iter().map(|row| Op::from_code(row.code, ReduceOp::Mean, root).unwrap()).collect()
+}
+
+/// Runs `op` on blocks of `len` floats, and returns the bits of the output of this rank.
+fn bits(rank: &Rank, op: Op, len: usize) -> Vec<u32> {
+    let blocks = |has_many: bool| if has_many { rank.size } else { 1 };
+    let (sent, received) = match op.pattern() {
+        Pattern::Line => (1, 1),
+        Pattern::Gather => (1, rank.size),
+        Pattern::Scatter => (rank.size, 1),
+        Pattern::Exchange => (blocks(true), blocks(true)),
+    };
+    let value = |index: usize| ((index as f32 * 0.7 + rank.rank as f32 * 1e3).sin() * 1e3).to_bits();
+    if op.is_barrier() {
+        rank.call(op, Vec::new(), "").unwrap();
+        return Vec::new();
+    }
+    let input: Vec<f32> = (0..sent * len).map(|index| f32::from_bits(value(index))).collect();
+    let mut output = if op.pattern() == Pattern::Line { input.clone() } else { vec![0.0; received * len] };
+    let (from, to) = match op.pattern() {
+        Pattern::Line => (output.as_ptr(), output.as_mut_ptr()),
+        _ => (input.as_ptr(), output.as_mut_ptr()),
+    };
+    rank.call(op, vec![vec![Tensor::new(Buffer::new(from.cast(), to.cast(), len, DType::F32), &[])]], "").unwrap();
+    output.iter().map(|value| value.to_bits()).collect()
+}
+
+#[test]
+fn limits_change_no_bits() {
+    let all = |bytes: usize| ROWS.iter().fold(Selection::default(), |all, row| all.with(row.limit, bytes));
+    let unmeasured = SHORT_MOVES.into_iter().chain([Limit::ReduceMeasured]);
+    let slots = unmeasured.fold(all(0), |all, limit| all.with(limit, usize::MAX));
+    for (hosts, accesses) in [
+        (&[1][..], &[Access::Peer][..]),
+        (&[3], &[Access::Slots, Access::Peer, Access::EvenPeer, Access::Measured]),
+        (&[2, 1], &[Access::Slots, Access::Peer]),
+    ] {
+        let results = accesses.iter().flat_map(|&access| {
+            [Selection::default(), all(0), all(usize::MAX), slots].map(|selection| (access, selection))
+        });
+        let mut first = None;
+        for (access, selection) in results {
+            let world = World { access, selection, slot: 64 << 10, threads: 2, ..World::new(hosts) };
+            let bits = world.run(|rank| {
+                let mut all = Vec::new();
+                for op in ops(rank.size - 1) {
+                    for len in [0, 1, 100, 5000, 30_000] {
+                        // Where a path is measured, the paths take turns at first.
+                        let calls: Vec<_> = (0..5).map(|_| bits(rank, op, len)).collect();
+                        assert!(calls.iter().all(|bits| *bits == calls[0]), "{} of {len}", op.collective.name);
+                        all.extend_from_slice(&calls[0]);
+                    }
+                }
+                all
+            });
+            let first = first.get_or_insert_with(|| bits.clone());
+            assert!(bits == *first, "{hosts:?}, {access:?}, {}", selection.text());
+        }
+    }
+}
+
+/// The rounds and flags of this rank, its messages and their bytes, of one call.
+fn cost(world: &World, op: Op, len: usize) -> Vec<[u64; 4]> {
+    world.run(|rank| {
+        bits(rank, op, len);
+        let stats = rank.team.group().stats();
+        ["shm_rounds", "shm_flags", "messages", "sent_bytes"].map(|name| stats[name].as_u64().unwrap())
+    })
+}
+
+/// On two ranks, in a single chunk.
+#[test]
+fn paths_on_a_host_cost_what_the_page_says() {
+    let world = |access, bytes: usize| {
+        let selection = ROWS.iter().fold(Selection::default(), |all, row| all.with(row.limit, bytes));
+        World { access, selection, slot: 64 << 10, ..World::new(&[2]) }
+    };
+    let (reduction, moves) =
+        ([Op::MEAN, Op::reduce(ReduceOp::Sum, 0)], [Op::broadcast(0), Op::ALLGATHER, Op::ALLTOALL]);
+    let every =
+        || reduction.into_iter().chain(moves).chain([Op::reduce_scatter(ReduceOp::Sum), Op::gather(1), Op::scatter(1)]);
+    for op in every().chain([Op::BARRIER]) {
+        assert_eq!(cost(&world(Access::Slots, usize::MAX), op, 100), [[1, 1, 0, 0]; 2], "{op:?} in one round");
+    }
+    for op in every() {
+        let flags = if reduction.contains(&op) { 3 } else { 2 };
+        assert_eq!(cost(&world(Access::Slots, 0), op, 100), [[1, flags, 0, 0]; 2], "{op:?} through slots");
+        assert_eq!(cost(&world(Access::Peer, 0), op, 100), [[1, 2, 0, 0]; 2], "{op:?} in place");
+    }
+    for op in moves {
+        assert_eq!(cost(&world(Access::Private, 0), op, 100), [[1, 2, 0, 0]; 2], "{op:?}, direct copies");
+    }
+    // In place, all chunks take one round.
+    assert_eq!(cost(&world(Access::Peer, 0), Op::MEAN, 100_000), [[1, 2, 0, 0]; 2]);
+    let chunks = (4 * 100_000u64).div_ceil(64 << 10);
+    assert_eq!(cost(&world(Access::Slots, 0), Op::MEAN, 100_000), [[chunks, 3 * chunks, 0, 0]; 2]);
+}
+
+/// On hosts of one rank, in a single chunk: messages, and bytes with a header of 64 for each message.
+#[test]
+fn algorithms_between_hosts_cost_what_the_page_says() {
+    let (bytes, header) = (4 * 1024, 64);
+    for hosts in [2usize, 4, 8] {
+        let log = u64::from(hosts.ilog2());
+        let others = hosts as u64 - 1;
+        let piece = bytes / hosts as u64;
+        for (name, messages, data) in [
+            ("doubling", log, log * bytes),
+            ("halving", 2 * log, 2 * others * piece),
+            ("pairwise", log + 2 * others, 2 * others * piece),
+            ("ring", log + 2 * others, 2 * others * piece),
+        ] {
+            let world = World {
+                algorithm: AlgorithmSetting::parse(name).unwrap(),
+                slot: 64 << 10,
+                ..World::new(&vec![1; hosts])
+            };
+            let found = cost(&world, Op::MEAN, 1024);
+            let expected = [messages, data + messages * header];
+            assert!(
+                found.iter().all(|[_, _, messages, sent]| [*messages, *sent] == expected),
+                "{name}: {found:?}, {expected:?}"
+            );
+        }
+        // Blocks are exchanged in pairs.
+        for (op, data) in [
+            (Op::ALLGATHER, others * bytes),
+            (Op::reduce_scatter(ReduceOp::Sum), others * bytes),
+            (Op::ALLTOALL, others * bytes),
+        ] {
+            let found = cost(&World { slot: 64 << 10, ..World::new(&vec![1; hosts]) }, op, 1024);
+            let expected = [log + others, data + (log + others) * header];
+            assert!(
+                found.iter().all(|[_, _, messages, sent]| [*messages, *sent] == expected),
+                "{op:?}: {found:?}, {expected:?}"
+            );
+        }
+    }
+}
+
+/// The limits are taken by calls: a longer one takes another path.
+#[test]
+fn a_limit_divides_short_and_long_calls() {
+    let flags = |selection: Selection, len: usize| {
+        let world = World { selection, slot: 64 << 10, ..World::new(&[2]) };
+        world.run(|rank| {
+            let mut data = vec![1f32; len];
+            rank.average(vec![tensor(&mut data)]).unwrap();
+            rank.team.group().stats()["shm_flags"].as_u64().unwrap()
+        })
+    };
+    let limit = Selection::default().with(Limit::ReduceOneRound, 400).with(Limit::ReduceMeasured, 4000);
+    assert_eq!(flags(limit, 100), [1; 2]);
+    assert_eq!(flags(limit, 101), [3; 2]);
+}
