@@ -39,6 +39,7 @@ mod fork;
 pub mod group;
 pub mod group_config;
 pub mod group_key;
+mod hashed_map;
 pub mod helper;
 mod lock;
 mod log;

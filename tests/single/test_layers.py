@@ -10,8 +10,8 @@ SOURCE = Path(__file__).parents[2] / "core" / "src"
 # From the bottom up: a file imports from its own layer and from those before it.
 LAYERS = (
     "address_space affinity buffer clock codec config deadline device dtype error exit_status float_state folder fork "
-    "group_config group_key lock log pages reduce result_memory signals stacks stream_copy timeline timings topology "
-    "variables wire_layout",
+    "group_config group_key hashed_map lock log pages reduce result_memory signals stacks stream_copy timeline timings "
+    "topology variables wire_layout",
     "transport",
     "helper",
     "p2p",

@@ -3,8 +3,7 @@
 //! A record costs a slot in a ring and a few clock reads; texts are created on request.
 //! Thread rule: the threads that run a call share its [`Record`]; a lock guards the [`RecorderState`].
 
-use std::collections::{HashMap, VecDeque};
-use std::hash::{BuildHasherDefault, Hasher};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
@@ -18,6 +17,7 @@ use super::lost::LostCalls;
 use crate::collective::Call;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::hashed_map::HashedMap;
 use crate::lock::lock;
 use crate::timeline;
 use crate::timings::{Activity, CallTimings};
@@ -214,22 +214,6 @@ impl Totals {
     }
 }
 
-/// A signature is already a hash.
-#[derive(Default)]
-struct Signature(u64);
-
-impl Hasher for Signature {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&byte| self.0 = self.0.rotate_left(8) ^ u64::from(byte));
-    }
-    fn write_u64(&mut self, signature: u64) {
-        self.0 = signature;
-    }
-}
-
 /// See the module's documentation.
 #[derive(Default)]
 pub(super) struct RecorderState {
@@ -239,7 +223,7 @@ pub(super) struct RecorderState {
     /// Calls since those that have ended were removed: as many as there are, so that a call costs the same however many
     /// are in flight.
     since_sweep: usize,
-    summaries: HashMap<u64, Arc<CallSummary>, BuildHasherDefault<Signature>>,
+    summaries: HashedMap<Arc<CallSummary>>,
     /// Statistics of small calls.
     small_calls: Vec<Arc<SmallCallStats>>,
     /// Totals of calls that have left the ring.

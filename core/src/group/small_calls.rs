@@ -6,8 +6,6 @@
 //! Thread rule: a [`CachedCall`] belongs to the executor. The thread that holds the executor writes [`SmallCallStats`];
 //! any thread reads them.
 
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -16,6 +14,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use super::call_summary::{SAMPLE_EVERY, SmallCallStats};
 use crate::buffer::View;
 use crate::collective::{Call, Channel, Op, PostedCall, SmallPlan};
+use crate::hashed_map::HashedMap;
 
 /// Maximum number of cached calls.
 const MAX_CACHED: usize = 256;
@@ -63,41 +62,38 @@ impl CallWords<'_> {
     /// Its key in the table; `None` if it has nothing to read.
     fn key(&self) -> Option<u64> {
         // A barrier takes 0.12 us by its input, and 0.19 by its words, for an unknown reason.
-        let mut hash = MixHasher(self.tensors.len() as u64);
+        let mut key = Key(self.tensors.len() as u64);
         let words = self.head.iter().chain(self.tensors.iter().flat_map(|tensor| &tensor.words));
-        words.for_each(|&word| hash.write_u64(word));
-        (!self.tensors.is_empty()).then(|| hash.finish())
+        words.for_each(|&word| key.add(word));
+        (!self.tensors.is_empty()).then(|| key.finish())
     }
 }
 
 impl SmallCallInput<'_> {
     /// Its key in the table.
     fn key(&self) -> u64 {
-        let mut hash = MixHasher(xxh3_64_with_seed(self.name.as_bytes(), u64::from(self.by_name)));
-        hash.write_u64(std::ptr::from_ref(self.op.collective).addr() as u64 ^ u64::from(self.op.reduce.code()));
-        hash.write_u64(self.op.root as u64);
+        let mut key = Key(xxh3_64_with_seed(self.name.as_bytes(), u64::from(self.by_name)));
+        key.add(std::ptr::from_ref(self.op.collective).addr() as u64 ^ u64::from(self.op.reduce.code()));
+        key.add(self.op.root as u64);
         for view in self.views {
-            hash.write_u64(view.buffer.len() as u64);
-            hash.write_u64(view.buffer.dtype() as u64);
-            view.shape.iter().for_each(|&size| hash.write_u64(size as u64));
+            key.add(view.buffer.len() as u64);
+            key.add(view.buffer.dtype() as u64);
+            view.shape.iter().for_each(|&size| key.add(size as u64));
         }
-        hash.finish()
+        key.finish()
     }
 }
 
-/// Multiplies and rotates: a few cycles a word, for keys that are compared in full afterwards.
-#[derive(Default)]
-struct MixHasher(u64);
+/// The key of some words. It multiplies and rotates: a few cycles a word; what a key finds is compared in full.
+struct Key(u64);
 
-impl Hasher for MixHasher {
-    fn finish(&self) -> u64 {
-        self.0 ^ self.0 >> 32
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&byte| self.write_u64(byte.into()));
-    }
-    fn write_u64(&mut self, word: u64) {
+impl Key {
+    fn add(&mut self, word: u64) {
         self.0 = (self.0.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn finish(self) -> u64 {
+        self.0 ^ self.0 >> 32
     }
 }
 
@@ -138,7 +134,7 @@ struct CachedCall {
 pub(super) struct CachedCalls {
     calls: Vec<CachedCall>,
     /// Keys of words and of inputs. An entry may have been replaced since: what it finds is compared.
-    by_key: HashMap<u64, usize, BuildHasherDefault<MixHasher>>,
+    by_key: HashedMap<usize>,
     /// The entry that was used last.
     last: usize,
     /// The next entry to consider for replacement.

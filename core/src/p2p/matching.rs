@@ -3,8 +3,9 @@
 //! A message goes to the first posted receive that fits; a receive takes the first message that fits. Each context (a
 //! group) has lists of its own.
 
-use std::collections::{HashMap, VecDeque};
-use std::hash::{BuildHasherDefault, Hasher};
+use std::collections::VecDeque;
+
+use crate::hashed_map::HashedMap;
 
 /// Sources (ranks of the job) and tags that a receive accepts; `None` for any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,22 +22,6 @@ impl Pattern {
     }
 }
 
-/// A context is a hash already.
-#[derive(Default)]
-struct Identity(u64);
-
-impl Hasher for Identity {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&byte| self.0 = self.0.rotate_left(8) ^ u64::from(byte));
-    }
-    fn write_u64(&mut self, value: u64) {
-        self.0 = value;
-    }
-}
-
 /// The receives `R` and messages `M` of one context, each with what it is matched by.
 struct Context<R, M> {
     posted: VecDeque<(Pattern, R)>,
@@ -45,12 +30,12 @@ struct Context<R, M> {
 
 /// Receives without a message, and messages without a receive.
 pub struct Matching<R, M> {
-    contexts: HashMap<u64, Context<R, M>, BuildHasherDefault<Identity>>,
+    contexts: HashedMap<Context<R, M>>,
 }
 
 impl<R, M> Default for Matching<R, M> {
     fn default() -> Self {
-        Matching { contexts: HashMap::default() }
+        Matching { contexts: HashedMap::default() }
     }
 }
 
