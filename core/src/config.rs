@@ -203,7 +203,7 @@ impl Config {
                 }
             },
         };
-        // The bindings read it when they make buckets; a wrong value is told at the start, to all ranks.
+        // The bindings read it when they make buckets; a wrong value is reported at the start, on all ranks.
         if let Some(text) = get("DL_COMM_BUCKET_MB")
             && !text.trim().parse::<f64>().is_ok_and(|size| size > 0.0 && size.is_finite())
         {

@@ -44,7 +44,7 @@ impl Progress {
 
 impl CallState {
     fn result(&self, progress: &Progress) -> Option<Result<()>> {
-        Some(self.loss.told(progress.result()?.clone()))
+        Some(self.loss.reported(progress.result()?.clone()))
     }
 
     fn end(&self, result: Result<()>) {

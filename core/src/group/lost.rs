@@ -1,8 +1,8 @@
 //! Calls on GPUs that were lost after their callers had got success: their results are not valid, and the program must
 //! learn of it.
 //!
-//! The loss is logged at once. It is *told* when a call of the same group raises an error, or one of the functions here
-//! does. As long as one is not told, the process ends with a status other than 0.
+//! The loss is logged at once. It is *reported* when a call of the same group raises an error, or one of the functions here
+//! does. As long as one is not reported, the process ends with a status other than 0.
 //! Thread rule: any thread.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -20,8 +20,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// The first lost call of each group since the job started.
 static LOST: Mutex<Vec<Arc<LostCalls>>> = Mutex::new(Vec::new());
-/// How many of these are not told.
-static UNTOLD: AtomicUsize = AtomicUsize::new(0);
+/// How many of these are not reported.
+static UNREPORTED: AtomicUsize = AtomicUsize::new(0);
 /// Calls that were enqueued and may still be lost.
 static AT_WORK: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
 
@@ -34,7 +34,7 @@ struct State {
     /// The error of the first one.
     error: Option<Error>,
     /// Whether the program knows that the group has failed.
-    told: bool,
+    reported: bool,
 }
 
 impl LostCalls {
@@ -49,9 +49,9 @@ impl LostCalls {
         if state.error.is_none() {
             state.error = Some(error.clone());
             lock(&LOST).push(Arc::clone(self));
-            if !state.told {
-                UNTOLD.fetch_add(1, Ordering::SeqCst);
-                fail_at_exit_while(|| UNTOLD.load(Ordering::SeqCst) > 0);
+            if !state.reported {
+                UNREPORTED.fetch_add(1, Ordering::SeqCst);
+                fail_at_exit_while(|| UNREPORTED.load(Ordering::SeqCst) > 0);
             }
             log_line(error.detail());
         }
@@ -59,14 +59,14 @@ impl LostCalls {
     }
 
     /// Notes that the program gets `error`, which ends the group; returns the error with the loss, if there is one.
-    pub fn tell(&self, error: Error) -> Error {
+    pub fn report(&self, error: Error) -> Error {
         let mut state = lock(&self.0);
-        let told = std::mem::replace(&mut state.told, true);
+        let reported = std::mem::replace(&mut state.reported, true);
         match &state.error {
             None => error,
             Some(lost) => {
-                if !told {
-                    UNTOLD.fetch_sub(1, Ordering::SeqCst);
+                if !reported {
+                    UNREPORTED.fetch_sub(1, Ordering::SeqCst);
                 }
                 if error == *lost {
                     error
@@ -127,7 +127,7 @@ impl Loss {
     ///
     /// # Errors
     /// Those.
-    pub(super) fn told(&self, result: Result<()>) -> Result<()> {
+    pub(super) fn reported(&self, result: Result<()>) -> Result<()> {
         let CallLoss { error, streams, is_settled, .. } = &*self.0;
         if result.is_ok() && streams.get().is_some_and(|streams| streams.is_released()) {
             // Another rank may have released the stream a moment ago: the program may see what that has left.
@@ -135,7 +135,7 @@ impl Loss {
         }
         let result = result.and_then(|()| error.get().map_or(Ok(()), |error| Err(error.clone())));
         match (result, self.0.calls.get()) {
-            (Err(error), Some(calls)) if !error.is_recoverable() => Err(calls.tell(error)),
+            (Err(error), Some(calls)) if !error.is_recoverable() => Err(calls.report(error)),
             (result, _) => result,
         }
     }
@@ -159,28 +159,28 @@ impl Drop for AtWork {
     }
 }
 
-/// The error of a lost call that is not told; then it is.
+/// The error of a lost call that is not reported; then it is.
 ///
 /// # Errors
 /// This error.
 pub fn check() -> Result<()> {
-    if UNTOLD.load(Ordering::SeqCst) == 0 {
+    if UNREPORTED.load(Ordering::SeqCst) == 0 {
         return Ok(());
     }
     let lost = lock(&LOST).clone();
-    tell_untold(&lost)
+    report_all(&lost)
 }
 
-fn tell_untold(lost: &[Arc<LostCalls>]) -> Result<()> {
-    let untold = lost.iter().filter(|calls| !lock(&calls.0).told);
-    let told = untold.map(|calls| calls.told()).collect::<Vec<Error>>();
-    told.into_iter().next().map_or(Ok(()), Err)
+fn report_all(lost: &[Arc<LostCalls>]) -> Result<()> {
+    let unreported = lost.iter().filter(|calls| !lock(&calls.0).reported);
+    let errors = unreported.map(|calls| calls.report_loss()).collect::<Vec<Error>>();
+    errors.into_iter().next().map_or(Ok(()), Err)
 }
 
 /// Waits until the GPU has ended all enqueued calls of this process. Calls `look` from time to time.
 ///
 /// # Errors
-/// That of a call that was lost since the job started, also if it is told. Those of `look`.
+/// That of a call that was lost since the job started, also if it is reported. Those of `look`.
 pub fn synchronize(look: impl Fn() -> Result<()>) -> Result<()> {
     let mut at_work = lock(&AT_WORK.0);
     while *at_work > 0 {
@@ -194,24 +194,24 @@ pub fn synchronize(look: impl Fn() -> Result<()>) -> Result<()> {
     drop(at_work);
     // A group that adds a call has its own lock first.
     let lost = lock(&LOST).clone();
-    let told = lost.iter().map(|calls| calls.told()).collect::<Vec<Error>>();
-    told.into_iter().next().map_or(Ok(()), Err)
+    let errors = lost.iter().map(|calls| calls.report_loss()).collect::<Vec<Error>>();
+    errors.into_iter().next().map_or(Ok(()), Err)
 }
 
 /// Forgets the lost calls at the end of the job.
 ///
 /// # Errors
-/// That of the first one that is not told; the process then ends with a status other than 0.
+/// That of the first one that is not reported; the process then ends with a status other than 0.
 pub fn end() -> Result<()> {
     let lost = std::mem::take(&mut *lock(&LOST));
-    tell_untold(&lost).inspect_err(|_| fail_at_exit())
+    report_all(&lost).inspect_err(|_| fail_at_exit())
 }
 
 impl LostCalls {
-    /// The error of the first lost call, which is told by that.
-    fn told(&self) -> Error {
+    /// The error of the first lost call, which is reported by that.
+    fn report_loss(&self) -> Error {
         let error = lock(&self.0).error.clone();
-        self.tell(error.unwrap_or_else(|| Error::Internal("a call that was not lost".into())))
+        self.report(error.unwrap_or_else(|| Error::Internal("a call that was not lost".into())))
     }
 }
 
@@ -220,27 +220,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_loss_is_told_once_by_whatever_comes_first() {
+    fn a_loss_is_reported_once_by_whatever_comes_first() {
         let calls = Arc::new(LostCalls::default());
         let cause = Error::Timeout("late".into());
         let error = calls.add("allreduce", "rank 1", &cause);
         assert!(matches!(&error, Error::Timeout(text) if text.contains("are not valid")), "{error}");
-        assert_eq!(UNTOLD.load(Ordering::SeqCst), 1);
+        assert_eq!(UNREPORTED.load(Ordering::SeqCst), 1);
         calls.add("another", "rank 1", &cause);
-        assert_eq!(UNTOLD.load(Ordering::SeqCst), 1);
-        let told = calls.tell(Error::PeerLost("rank 0 is gone".into()));
-        assert!(matches!(&told, Error::PeerLost(text) if text.starts_with("rank 0") && text.contains("allreduce")));
-        assert_eq!(UNTOLD.load(Ordering::SeqCst), 0);
-        assert_eq!(calls.tell(error.clone()), error);
+        assert_eq!(UNREPORTED.load(Ordering::SeqCst), 1);
+        let reported = calls.report(Error::PeerLost("rank 0 is gone".into()));
+        assert!(matches!(&reported, Error::PeerLost(text) if text.starts_with("rank 0") && text.contains("allreduce")));
+        assert_eq!(UNREPORTED.load(Ordering::SeqCst), 0);
+        assert_eq!(calls.report(error.clone()), error);
         assert_eq!(check(), Ok(()));
-        assert_eq!(synchronize(|| Ok(())), Err(error), "also a loss that is told");
+        assert_eq!(synchronize(|| Ok(())), Err(error), "also a loss that is reported");
         assert_eq!(end(), Ok(()));
         assert_eq!(synchronize(|| Ok(())), Ok(()));
         // An error before the loss was noticed.
         let calls = Arc::new(LostCalls::default());
-        assert_eq!(calls.tell(cause.clone()), cause);
+        assert_eq!(calls.report(cause.clone()), cause);
         calls.add("allreduce", "rank 1", &cause);
         assert_eq!(check(), Ok(()));
-        assert_eq!((UNTOLD.load(Ordering::SeqCst), end()), (0, Ok(())));
+        assert_eq!((UNREPORTED.load(Ordering::SeqCst), end()), (0, Ok(())));
     }
 }

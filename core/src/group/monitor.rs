@@ -47,7 +47,7 @@ pub(super) enum Enqueued {
     Part(Option<Event>),
 }
 
-/// Where the thread that enqueues a call tells what it has done, once.
+/// Where the thread that enqueues a call reports what it has done, once.
 pub(super) type Progress = Arc<OnceLock<Enqueued>>;
 
 /// A call on which the ranks have agreed.

@@ -67,7 +67,7 @@ impl Group {
         Ok(self.messenger.get_or_init(|| made))
     }
 
-    /// What the endpoint is told of a send or receive.
+    /// What the endpoint is given of a send or receive.
     #[inline(always)]
     pub fn message<'a>(&self, messenger: &'a Messenger, options: &MessageOptions<'a>) -> Message<'a> {
         let &MessageOptions { peer, tag, name, timeout, exact } = options;

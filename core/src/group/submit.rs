@@ -164,7 +164,7 @@ impl Group {
         if let Some(error) = self.shared.failure() {
             return Err(match &options.loss {
                 Some(_) => error,
-                None => self.shared.recorder.lost.tell(error),
+                None => self.shared.recorder.lost.report(error),
             });
         }
         if signals::checking() {

@@ -73,7 +73,7 @@ pub struct CallOptions {
     pub device: Option<Device>,
     /// The lengths of the blocks.
     pub counts: Counts,
-    /// That of the handle of the call, which tells the program its result; `None` if `done` does.
+    /// That of the handle of the call, which reports its result to the program; `None` if `done` does.
     pub loss: Option<Loss>,
 }
 
@@ -312,7 +312,7 @@ impl Work {
         }
         let result = match result {
             Err(error) if on_complete.is_some() && self.loss.is_none() && !error.is_recoverable() => {
-                Err(self.recorder.lost.tell(error))
+                Err(self.recorder.lost.report(error))
             }
             result => result,
         };

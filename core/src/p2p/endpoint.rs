@@ -34,7 +34,7 @@ pub struct Endpoint {
     has_network: bool,
 }
 
-/// What a send or receive is told, beside its memory.
+/// What a send or receive is given, beside its memory.
 #[derive(Clone, Copy)]
 pub struct Message<'a> {
     /// The group, from [`Endpoint::routes`].
@@ -405,7 +405,7 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        // Nobody is left to be told.
+        // Nobody is left who could hear of it.
         let _result = self.close();
         self.leave_network(false);
     }

@@ -1,4 +1,4 @@
-//! Messages: what a send and a receive are told, and what a receive learns.
+//! Messages: what a send and a receive are given, and what a receive learns.
 
 use std::cell::Cell;
 use std::sync::Arc;

@@ -134,7 +134,7 @@ impl Agreement<'_> {
     ///
     /// # Errors
     /// Those of [`Proposals::verdict`], equal on all members; those of the store, which name the missing members. An error
-    /// that one member's wait had is told to the others with its name.
+    /// that one member's wait had is reported to the others with its name.
     pub fn agree(&self, shape: &str, outcome: Result<Share>, wait_ctx: &WaitContext<'_>) -> Result<Share> {
         let (store, topology, me) = (self.store, self.topology, self.topology.rank());
         if topology.size() == 1 {

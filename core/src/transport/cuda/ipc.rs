@@ -293,7 +293,7 @@ mod tests {
         assert_eq!(
             exports.take_updates(&mut other, &used(&[]), 1, &[0, 1]),
             updates(&[], &[2], true),
-            "whichever team has told it"
+            "whichever team has reported it"
         );
         assert_eq!(exports.take_updates(&mut one, &used(&[1]), 2, &[0, 1]), updates(&[], &[3], true));
         assert_eq!(exports.take_updates(&mut one, &used(&[9]), 2, &[0, 1]), updates(&[9], &[], true));

@@ -134,8 +134,8 @@ fn lost(
         // A rank at the other end may have ended because of another one, of which it has informed all before.
         let linked = if local.is_some() { None } else { links.get().and_then(StartLinks::lost) };
         let exchange = |ctx: &WaitContext<'_>| {
-            let told = if local.is_some() { None } else { store.try_get(LOST, ctx)? };
-            match (told, &local, &linked) {
+            let reported = if local.is_some() { None } else { store.try_get(LOST, ctx)? };
+            match (reported, &local, &linked) {
                 (Some(text), ..) => Ok(Some(String::from_utf8_lossy(&text).into_owned())),
                 (None, Some(text), _) | (None, None, Some(text)) => {
                     store.set(LOST, text.as_bytes(), ctx).map(|()| Some(text.clone()))
