@@ -1,31 +1,20 @@
-//! The flight recorder: the last calls of a group, always on, and totals of all calls.
+//! The record of one call: what it was, and when its life began, matched and ended.
 //!
-//! A record costs a slot in a ring and a few clock reads; texts are created on request.
-//! Thread rule: the threads that run a call share its [`Record`]; a lock guards the [`RecorderState`].
+//! Thread rule: the threads that run a call share its record.
 
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use rustix::time::{ClockId, clock_gettime};
 use serde_json::Value;
 
 use super::call_summary::{CallSummary, SmallCallStats};
 use super::callers::ThreadId;
-use super::lost::LostCalls;
 use crate::collective::Call;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::hashed_map::HashedMap;
-use crate::lock::lock;
 use crate::timeline;
-use crate::timings::{Activity, CallTimings};
-
-/// Number of calls in the ring.
-const RING_CALLS: usize = 256;
-/// Maximum number of cached summaries.
-const MAX_SUMMARIES: usize = 512;
+use crate::timings::CallTimings;
 
 /// One call.
 #[derive(Debug)]
@@ -51,7 +40,7 @@ pub(super) struct Record {
 
 impl Record {
     /// The record of the last small call of a signature.
-    fn of_small(team: i32, stats: &SmallCallStats, since: Instant) -> Record {
+    pub fn of_small(team: i32, stats: &SmallCallStats, since: Instant) -> Record {
         let number = stats.number.load(Ordering::Relaxed);
         let (ended, duration) =
             (stats.last_ended.load(Ordering::Relaxed), stats.last_nanos.load(Ordering::Relaxed).max(1));
@@ -84,7 +73,7 @@ impl Record {
     }
 
     /// The record of call `number`, submitted now.
-    fn new(
+    pub fn new(
         team: i32,
         number: u64,
         summary: Arc<CallSummary>,
@@ -129,9 +118,31 @@ impl Record {
         self.unmatched.store(unmatched, Ordering::Relaxed);
     }
 
+    /// As [`Record::set_unmatched`] has set it.
+    pub fn is_unmatched(&self) -> bool {
+        self.unmatched.load(Ordering::Relaxed)
+    }
+
     /// Marks the call as matched; `match_index` is its index, from 1.
     pub fn matched(&self, match_index: u64) {
         self.matched.store(match_index, Ordering::Relaxed);
+    }
+
+    /// Marks the call as ended with `result`.
+    pub fn end(&self, result: &Result<()>) {
+        if let Err(error) = result {
+            let _first = self.error.set(error.clone());
+        }
+        let now = self.now();
+        self.ended.store(now, Ordering::Release);
+        if timeline::is_on() {
+            let [team, work] = self.trace_args();
+            let (matched, bytes) = (self.match_index(), self.summary.bytes);
+            let error = result.as_ref().err().map(ToString::to_string);
+            let args = [team, work, ("matched", matched.into()), ("bytes", bytes.into()), ("error", error.into())];
+            let until = self.submitted + Duration::from_nanos(now);
+            timeline::span("call", &self.summary.name_line, self.submitted, until, &args);
+        }
     }
 
     fn trace_args(&self) -> [(&'static str, Value); 2] {
@@ -155,359 +166,6 @@ impl Record {
     }
 }
 
-/// Nanoseconds of a clock that lags some milliseconds and is almost free to read.
-fn coarse_now() -> u64 {
-    let time = clock_gettime(ClockId::MonotonicCoarse);
-    time.tv_sec.cast_unsigned().wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec.cast_unsigned())
-}
-
 fn at(nanos: &AtomicU64) -> Option<Duration> {
     Some(nanos.load(Ordering::Acquire)).filter(|&nanos| nanos > 0).map(Duration::from_nanos)
-}
-
-/// Totals of the ended calls of a group.
-#[derive(Debug, Default, Clone, PartialEq)]
-pub struct Totals {
-    /// Ended calls.
-    pub calls: u64,
-    /// Failed calls.
-    pub failed: u64,
-    /// Bytes of tensors on the wire.
-    pub bytes: u64,
-    /// Seconds between submission and start.
-    pub queued: f64,
-    /// Seconds from start to end.
-    pub comm: f64,
-    /// Seconds of the threads by [`Activity`]: copy, wait, reduce, network.
-    pub activities: [f64; 4],
-    /// Rounds, raised flags, messages, bytes of messages.
-    pub counts: [u64; 4],
-}
-
-impl Totals {
-    fn add(&mut self, record: &Record) {
-        let Some(ended) = record.ended() else { return };
-        self.calls += 1;
-        self.failed += u64::from(record.error().is_some());
-        self.bytes += record.summary.bytes as u64;
-        let started = record.started().unwrap_or(ended);
-        self.queued += started.as_secs_f64();
-        self.comm += (ended - started).as_secs_f64();
-        for activity in [Activity::Copy, Activity::Wait, Activity::Reduce, Activity::Network] {
-            self.activities[activity as usize] += record.timings.seconds(activity);
-        }
-        for (sum, count) in self.counts.iter_mut().zip(record.timings.counts()) {
-            *sum += count;
-        }
-    }
-}
-
-impl Totals {
-    /// Adds the small calls of a signature: one round and one flag each, without waiting.
-    fn add_small(&mut self, stats: &SmallCallStats) {
-        let calls = stats.calls.load(Ordering::Relaxed);
-        self.calls += calls;
-        self.bytes += calls * stats.summary.bytes as u64;
-        self.comm += stats.nanos.load(Ordering::Relaxed) as f64 * 1e-9;
-        self.counts[0] += calls;
-        self.counts[1] += calls;
-    }
-}
-
-/// See the module's documentation.
-#[derive(Default)]
-pub(super) struct RecorderState {
-    ring: VecDeque<Arc<Record>>,
-    /// Calls that were evicted from the ring before they ended; some have ended since.
-    evicted_running: Vec<Arc<Record>>,
-    /// Calls since those that have ended were removed: as many as there are, so that a call costs the same however many
-    /// are in flight.
-    since_sweep: usize,
-    summaries: HashedMap<Arc<CallSummary>>,
-    /// Statistics of small calls.
-    small_calls: Vec<Arc<SmallCallStats>>,
-    /// Totals of calls that have left the ring.
-    totals: Totals,
-}
-
-impl RecorderState {
-    /// Makes room in the ring. Returns the evicted record if its call has ended.
-    fn evict(&mut self) -> Option<Arc<Record>> {
-        let RecorderState { evicted_running, totals, since_sweep, .. } = self;
-        *since_sweep += 1;
-        if *since_sweep >= evicted_running.len() {
-            *since_sweep = 0;
-            evicted_running.retain(|record| {
-                totals.add(record);
-                record.ended().is_none()
-            });
-        }
-        if self.ring.len() < RING_CALLS {
-            return None;
-        }
-        let oldest = self.ring.pop_front()?;
-        if oldest.ended().is_none() {
-            self.evicted_running.push(oldest);
-            return None;
-        }
-        self.totals.add(&oldest);
-        Some(oldest)
-    }
-}
-
-/// The recorder, with its lock.
-pub(super) struct Recorder {
-    /// The group's calls that were lost after their end.
-    pub lost: Arc<LostCalls>,
-    state: Mutex<RecorderState>,
-    /// The number of the next call.
-    next: AtomicU64,
-    /// Time origin of [`SmallCallStats`]: precise clock and coarse clock.
-    since: (Instant, u64),
-}
-
-impl Default for Recorder {
-    fn default() -> Recorder {
-        let lost = Arc::default();
-        Recorder { lost, state: Mutex::default(), next: AtomicU64::new(0), since: (Instant::now(), coarse_now()) }
-    }
-}
-
-impl Recorder {
-    fn lock(&self) -> MutexGuard<'_, RecorderState> {
-        lock(&self.state)
-    }
-
-    /// Assigns the number of a call that is submitted now.
-    fn number(&self) -> u64 {
-        self.next.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// The statistics of small calls like that of `record`.
-    pub fn small_call_stats(&self, record: &Record) -> Arc<SmallCallStats> {
-        let mut recorder = self.lock();
-        if let Some(stats) = recorder.small_calls.iter().find(|stats| stats.signature == record.signature) {
-            return Arc::clone(stats);
-        }
-        let RecorderState { small_calls, totals, .. } = &mut *recorder;
-        if small_calls.len() >= MAX_SUMMARIES {
-            // Removes the ones that no executor uses.
-            small_calls.retain(|stats| {
-                let used = Arc::strong_count(stats) > 1;
-                if !used {
-                    totals.add_small(stats);
-                }
-                used
-            });
-        }
-        let stats = Arc::new(SmallCallStats::new(record.signature, Arc::clone(&record.summary)));
-        recorder.small_calls.push(Arc::clone(&stats));
-        stats
-    }
-
-    /// Counts a small call that completed inline; `submitted` is given if it is timed.
-    pub fn count_small(&self, stats: &SmallCallStats, match_index: u64, submitted: Option<Instant>) {
-        let ended = coarse_now().saturating_sub(self.since.1);
-        stats.count(self.number(), match_index, ended, submitted.map(|from| from.elapsed()));
-    }
-
-    /// Opens the record of a call that is submitted now.
-    pub fn open(&self, call: &Call, deadline: Deadline, thread: Option<ThreadId>) -> Arc<Record> {
-        let mut recorder = self.lock();
-        if recorder.summaries.len() > MAX_SUMMARIES {
-            recorder.summaries.clear();
-        }
-        let summary = recorder.summaries.entry(call.signature).or_insert_with(|| Arc::new(CallSummary::new(call)));
-        let summary = Arc::clone(summary);
-        let new_record = Record::new(call.group().number(), self.number(), summary, call.signature, deadline, thread);
-        // Reuses the evicted record if nobody else has it.
-        let record = match recorder.evict() {
-            Some(mut oldest) => match Arc::get_mut(&mut oldest) {
-                Some(slot) => {
-                    *slot = new_record;
-                    oldest
-                }
-                None => Arc::new(new_record),
-            },
-            None => Arc::new(new_record),
-        };
-        recorder.ring.push_back(Arc::clone(&record));
-        record
-    }
-
-    /// Closes the record of an ended call.
-    pub fn close(&self, record: &Record, result: &Result<()>) {
-        if let Err(error) = result {
-            let _first = record.error.set(error.clone());
-        }
-        let now = record.now();
-        record.ended.store(now, Ordering::Release);
-        if timeline::is_on() {
-            let [team, work] = record.trace_args();
-            let (matched, bytes) = (record.match_index(), record.summary.bytes);
-            let error = result.as_ref().err().map(ToString::to_string);
-            let args = [team, work, ("matched", matched.into()), ("bytes", bytes.into()), ("error", error.into())];
-            let until = record.submitted + Duration::from_nanos(now);
-            timeline::span("call", &record.summary.name_line, record.submitted, until, &args);
-        }
-    }
-
-    /// A queued call whose deadline has passed, which ends the group.
-    pub fn overdue(&self) -> Option<Arc<Record>> {
-        let waits = |record: &&Arc<Record>| {
-            record.started().is_none() && record.ended().is_none() && !record.unmatched.load(Ordering::Relaxed)
-        };
-        let is_late = |record: &&Arc<Record>| record.deadline.is_over(record.submitted.elapsed());
-        let recorder = self.lock();
-        recorder.evicted_running.iter().chain(&recorder.ring).filter(waits).find(is_late).cloned()
-    }
-
-    /// The calls that have not ended.
-    pub fn pending(&self) -> Vec<Arc<Record>> {
-        let recorder = self.lock();
-        recorder
-            .evicted_running
-            .iter()
-            .chain(&recorder.ring)
-            .filter(|record| record.ended().is_none())
-            .cloned()
-            .collect()
-    }
-
-    /// Totals of all ended calls.
-    pub fn totals(&self) -> Totals {
-        let recorder = self.lock();
-        let mut totals = recorder.totals.clone();
-        recorder.evicted_running.iter().chain(&recorder.ring).for_each(|record| totals.add(record));
-        recorder.small_calls.iter().for_each(|stats| totals.add_small(stats));
-        totals
-    }
-
-    /// Seconds that callers of small calls have waited.
-    pub fn small_call_wait(&self) -> f64 {
-        self.lock().small_calls.iter().map(|stats| stats.nanos.load(Ordering::Relaxed) as f64 * 1e-9).sum()
-    }
-
-    /// The last calls, oldest first; of small calls that completed inline, the last of each signature.
-    pub fn last(&self, team: i32) -> Vec<Arc<Record>> {
-        let recorder = self.lock();
-        let running = recorder.evicted_running.iter().filter(|record| record.ended().is_none());
-        let mut last: Vec<Arc<Record>> = running.chain(&recorder.ring).cloned().collect();
-        let used = recorder.small_calls.iter().filter(|stats| stats.calls.load(Ordering::Relaxed) > 0);
-        last.extend(used.map(|stats| Arc::new(Record::of_small(team, stats, self.since.0))));
-        last.sort_by_key(|record| record.number);
-        last
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-    use crate::buffer::{Buffer, Tensor};
-    use crate::collective::{CallConfig, Counts, Op};
-    use crate::dtype::DType;
-    use crate::group_key::GroupKey;
-    use crate::timings::PhaseTimer;
-    use crate::topology::Topology;
-
-    fn call(data: &mut [f32], name: &str) -> Call {
-        let config = CallConfig::new(&Topology::new(0, &[0, 0]), GroupKey::team(0), 1, 4096);
-        let tensor = Tensor::new(Buffer::in_place(data.as_mut_ptr().cast(), data.len(), DType::F32), &[]);
-        Call::new(Op::MEAN, vec![vec![tensor]], Counts::Even, name, "", "weight".into(), config).unwrap()
-    }
-
-    #[test]
-    fn last_calls_are_kept_and_all_are_counted() {
-        let recorder = Recorder::default();
-        let mut data = [0f32; 16];
-        for number in 0..RING_CALLS as u64 + 10 {
-            let record = recorder.open(
-                &call(&mut data, "a"),
-                Deadline { after: Some(Duration::ZERO), ..Deadline::default() },
-                None,
-            );
-            assert_eq!(record.number, number);
-            assert!(recorder.overdue().is_some_and(|is_late| Arc::ptr_eq(&is_late, &record)));
-            record.start(number % 2 == 0);
-            assert!(recorder.overdue().is_none());
-            record.matched(number + 1);
-            let result = if number == 3 { Err(Error::Timeout("late".into())) } else { Ok(()) };
-            recorder.close(&record, &result);
-        }
-        let last = recorder.last(0);
-        assert_eq!((last.len(), last[0].number), (RING_CALLS, 10));
-        assert_eq!(last[0].summary.tensors, ["tensor 0 'weight': float32[16]"]);
-        assert!(last.windows(2).all(|pair| Arc::ptr_eq(&pair[0].summary, &pair[1].summary)), "words are made once");
-        let totals = recorder.totals();
-        assert_eq!((totals.calls, totals.failed, totals.bytes), (266, 1, 266 * 64));
-    }
-
-    #[test]
-    fn calls_in_flight_are_kept_until_they_end() {
-        let recorder = Recorder::default();
-        let mut data = [0f32; 16];
-        let open = |data: &mut [f32]| recorder.open(&call(data, "a"), Deadline::default(), None);
-        let running: Vec<_> = (0..5 * RING_CALLS).map(|_| open(&mut data)).collect();
-        assert_eq!((recorder.pending().len(), recorder.totals().calls), (running.len(), 0));
-        running.iter().for_each(|record| recorder.close(record, &Ok(())));
-        assert_eq!((recorder.pending().len(), recorder.last(0).len()), (0, RING_CALLS));
-        for more in 0..5 * RING_CALLS as u64 {
-            assert_eq!(recorder.totals().calls, running.len() as u64 + more);
-            recorder.close(&open(&mut data), &Ok(()));
-        }
-        assert!(recorder.lock().evicted_running.is_empty());
-    }
-
-    #[test]
-    fn small_call_is_recorded_with_the_time_of_its_end() {
-        let recorder = Recorder::default();
-        let mut data = [0f32; 16];
-        let first = recorder.open(&call(&mut data, "a"), Deadline::default(), None);
-        recorder.close(&first, &Ok(()));
-        let stats = recorder.small_call_stats(&first);
-        recorder.count_small(&stats, 2, Some(Instant::now()));
-        std::thread::sleep(Duration::from_millis(60));
-        recorder.count_small(&stats, 3, None);
-        let last = recorder.last(0);
-        let numbers: Vec<_> = last.iter().map(|record| (record.number, record.match_index())).collect();
-        assert_eq!(numbers, [(0, None), (2, Some(3))]);
-        let ended = |record: &Record| record.submitted + record.ended().unwrap();
-        assert!(ended(&last[1]) > ended(&last[0]) + Duration::from_millis(40), "of the one that was not timed too");
-    }
-
-    #[test]
-    fn number_of_summaries_is_limited() {
-        let recorder = Recorder::default();
-        for stats in 0..3 * MAX_SUMMARIES {
-            recorder.open(&call(&mut [0.0], &stats.to_string()), Deadline::default(), None);
-            assert!(recorder.lock().summaries.len() <= MAX_SUMMARIES + 1);
-        }
-    }
-
-    /// Prints the cost of the recorder and its timings for a call of one chunk; see `docs/diagnosis.md`.
-    #[test]
-    #[ignore = "a measurement: cargo test --release -p dl_comm_core --lib -- --ignored --nocapture costs"]
-    fn record_costs() {
-        let recorder = Recorder::default();
-        let mut data = [0f32; 16];
-        let call = call(&mut data, "a");
-        let rounds = 200_000;
-        // The processor time of this thread, independent of other load.
-        let clock = || clock_gettime(ClockId::ThreadCPUTime);
-        let start = clock();
-        for _ in 0..rounds {
-            let record = recorder.open(&call, Deadline::default(), None);
-            record.start(true);
-            let mut timer = PhaseTimer::start(&record.timings, 64);
-            for activity in [Activity::Copy, Activity::Reduce, Activity::Copy] {
-                timer.end(activity);
-            }
-            record.matched(1);
-            recorder.close(&record, &Ok(()));
-        }
-        let spent = clock() - start;
-        let spent = spent.tv_sec as f64 * 1e9 + spent.tv_nsec as f64;
-        println!("{:.0} ns a call", spent / f64::from(rounds));
-    }
 }

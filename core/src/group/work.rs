@@ -8,7 +8,8 @@ use oneshot::RecvTimeoutError;
 
 use super::join_state::JoinState;
 use super::lost::Loss;
-use super::record::{Record, Recorder};
+use super::record::Record;
+use super::recorder::Recorder;
 use crate::collective::device::HostCopy;
 use crate::collective::{Call, Counts, Plan};
 use crate::deadline::{Deadline, SetBy};
@@ -317,7 +318,7 @@ impl Work {
             result => result,
         };
         if let Some(on_complete) = on_complete {
-            self.recorder.close(&self.record, &result);
+            self.record.end(&result);
             // The thread that completes a call has others to complete.
             let completed = guard(|| {
                 on_complete(result);
