@@ -1,17 +1,17 @@
-//! A collective call as each rank describes it: operation, tensors, wire layout, signature.
+//! A collective call as each rank describes it: operation, tensors, wire layout, and what follows from these.
 
+mod on_device;
 mod reuse;
+mod signature;
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use xxhash_rust::xxh3::xxh3_64_with_seed;
-
 use super::blocks::Counts;
 use super::call_config::CallConfig;
 use super::check::{check, extents};
-use super::operation::{Op, Pattern, Root};
-use super::selection::{MAX_CONCURRENT_TENSORS, PathLimits, chunk_bytes, device_chunk_bytes};
+use super::operation::{Op, Pattern};
+use super::selection::{MAX_CONCURRENT_TENSORS, PathLimits, chunk_bytes};
 use super::tensor_names::TensorNames;
 use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::group_key::GroupKey;
 use crate::reduce::Reduction;
 use crate::transport::gpu::CallerStream;
-use crate::wire_layout::{ALIGN, DtypeRun, WireLayout};
+use crate::wire_layout::{ALIGN, WireLayout};
 
 /// A validated call with its buffers.
 #[derive(Clone)]
@@ -46,9 +46,6 @@ pub struct Call {
     /// Whether its memory is pinned for a GPU: the system may refuse copies to other processes.
     pinned: bool,
 }
-
-/// The name of an absent call.
-const ABSENT: &str = "\0absent";
 
 impl Call {
     /// Checks and lays out a call on `replicas`, equal lists of tensors; a barrier has none. The length and the shape of
@@ -122,159 +119,14 @@ impl Call {
         Ok(call)
     }
 
-    /// The contribution of a rank that has no call for a round: no data, and a signature that no call has.
-    ///
-    /// # Errors
-    /// Those of [`Call::new`], which do not occur.
-    pub fn absent(config: CallConfig) -> Result<Call> {
-        Call::new(Op::BARRIER, Vec::new(), Counts::Even, ABSENT, "", String::new(), config)
-    }
-
-    /// As [`Call::absent`], of a rank that has only calls that lack their counterparts: no other rank's call matches it.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn waiting(config: CallConfig) -> Result<Call> {
-        let rank = config.rank as u64;
-        let call = Call::absent(config)?;
-        Ok(Call { signature: xxh3_64_with_seed(&rank.to_le_bytes(), call.signature), ..call })
-    }
-
-    /// Makes it match by its name, wherever the ranks make it.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] without a name.
-    pub fn into_by_name(self) -> Result<Call> {
-        if self.name.is_empty() {
-            return Err(Error::Invalid("a call that matches by name needs a name".into()));
-        }
-        let [signature, list_hash] = [self.signature, self.list_hash].map(|hash| xxh3_64_with_seed(b"by name", hash));
-        Ok(Call { by_name: true, signature, list_hash, ..self })
-    }
-
-    /// Makes it the call of a rank that joins, which no other call matches.
-    pub fn into_join(self) -> Call {
-        Call { signature: xxh3_64_with_seed(b"join", self.signature), ..self }
-    }
-
     /// The key of its group.
     pub fn group(&self) -> &GroupKey {
         &self.config.key
     }
 
-    /// Assigns a schedule position, on which the ranks must agree: the weight of the mean that carries over to the next
-    /// call, and a text for messages.
-    pub fn schedule(&mut self, carry_weight: f64, position: String) {
-        if carry_weight > 0.0 {
-            self.signature = xxh3_64_with_seed(&carry_weight.to_le_bytes(), self.signature);
-        }
-        self.schedule_position = position;
-    }
-
-    /// Makes it a call on device memory of stream `producer`, in chunks of at most `chunk` bytes, a multiple of [`ALIGN`],
-    /// if it may go through the host in chunks. Smaller calls get smaller chunks, so that copies and reductions overlap on
-    /// every channel.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for several towers: a process with a GPU has one.
-    pub fn on_device(self, producer: Arc<CallerStream>, chunk: usize) -> Result<Call> {
-        if self.replicas.len() > 1 {
-            return Err(Error::Invalid(format!(
-                "there are {} towers of GPU tensors; run a process for each GPU, or average the towers first",
-                self.replicas.len()
-            )));
-        }
-        let signature = xxh3_64_with_seed(b"device", self.signature);
-        if !self.op.runs_in_device_chunks() {
-            return Ok(Call { signature, producer: Some(producer), ..self });
-        }
-        let chunk = device_chunk_bytes(self.layout.total(), self.config.channels, chunk);
-        // A thread of such a call often waits for the GPU.
-        let channels = self.config.channels;
-        Ok(Call { layout: self.layout.with_chunk_size(chunk), channels, signature, producer: Some(producer), ..self })
-    }
-
-    /// This call, on device memory, after all that its caller has enqueued until now.
-    ///
-    /// # Errors
-    /// [`Error::System`] of the driver.
-    pub fn again_on_stream(&self) -> Result<Call> {
-        let producer = self.producer.as_ref().map(|producer| producer.again().map(Arc::new)).transpose()?;
-        Ok(Call { producer, ..self.clone() })
-    }
-
     /// The caller's stream of a call on device memory.
     pub fn producer(&self) -> Option<&Arc<CallerStream>> {
         self.producer.as_ref()
-    }
-
-    /// A call on device memory as one on copies of its tensors in host memory.
-    ///
-    /// # Errors
-    /// Those of [`Call::new`], which do not occur for memory that is long enough.
-    pub fn on_host(&self, tensors: Vec<Tensor>) -> Result<Call> {
-        let (counts, names, config) = (self.counts.clone(), self.names.text().to_owned(), self.config.clone());
-        let replicas = if tensors.is_empty() { Vec::new() } else { vec![tensors] };
-        let call = Call::new(self.op, replicas, counts, &self.name, "", names, config)?;
-        let schedule_position = self.schedule_position.clone();
-        let (signature, by_name) = (self.host_signature(), self.by_name);
-        Ok(Call { signature, by_name, schedule_position, pinned: true, ..call })
-    }
-
-    /// The signature of the call if it runs in host memory.
-    pub(super) fn host_signature(&self) -> u64 {
-        let on_host = || xxh3_64_with_seed(b"host", self.signature);
-        self.producer.as_ref().map_or(self.signature, |_| on_host())
-    }
-
-    /// The call without tensors: ranks compare it before they move data of device memory.
-    pub fn without_data(&self) -> Call {
-        Call {
-            op: Op::BARRIER,
-            layout: self.layout.empty(),
-            signature: self.signature,
-            list_hash: self.list_hash,
-            replicas: Vec::new(),
-            counts: Counts::Even,
-            channels: self.channels,
-            limits: self.config.limits.of(Op::BARRIER),
-            config: self.config.clone(),
-            name: self.name.clone(),
-            by_name: self.by_name,
-            names: TensorNames::default(),
-            schedule_position: self.schedule_position.clone(),
-            producer: None,
-            pinned: false,
-        }
-    }
-
-    /// Chunk `chunk` of a call on device memory, as a call on host memory at `memory`.
-    pub fn chunk_call(&self, chunk: usize, memory: *mut u8) -> Call {
-        let run = |run: DtypeRun| {
-            let count = run.bytes.len() / run.dtype.size();
-            Tensor::new(Buffer::in_place(memory.wrapping_add(run.bytes.start), count, run.dtype), &[])
-        };
-        let len = self.layout.chunk_len(chunk);
-        let tensors: Vec<Tensor> = self.layout.runs(chunk, 0..len).map(run).collect();
-        let lengths = lengths(&tensors);
-        let signature = xxh3_64_with_seed(&(chunk as u64).to_le_bytes(), self.signature);
-        Call {
-            op: self.op,
-            layout: WireLayout::new(&lengths, DType::size, self.config.slot),
-            signature,
-            list_hash: signature,
-            replicas: vec![tensors],
-            counts: Counts::Even,
-            channels: 1,
-            limits: self.limits,
-            config: self.config.clone(),
-            name: self.name.clone(),
-            by_name: self.by_name,
-            names: TensorNames::default(),
-            schedule_position: String::new(),
-            producer: None,
-            pinned: true,
-        }
     }
 
     /// Whether every tensor is both source and destination.
@@ -453,40 +305,6 @@ impl Call {
     /// The number of inputs on all ranks, by which a mean divides.
     pub fn divisor(&self) -> u32 {
         u32::try_from(self.config.ranks * self.replicas.len()).unwrap_or(u32::MAX)
-    }
-
-    fn hash_call(&self) -> u64 {
-        // For a few numbers this is faster than a hasher with its state.
-        let mut hash = 0;
-        let mut number = |value: i64| hash = xxh3_64_with_seed(&value.to_le_bytes(), hash);
-        number(self.config.key.hash().cast_signed());
-        number(self.op.collective.code.into());
-        if self.op.collective.reduces {
-            number(self.op.reduce.code().into());
-            if let Some((pre, post)) = self.op.reduce.factors() {
-                number(pre.to_bits().cast_signed());
-                number(post.to_bits().cast_signed());
-            }
-        }
-        if self.op.collective.root != Root::None {
-            number(self.op.root as i64);
-        }
-        number(if self.op.is_allreduce() { self.replicas.len() as i64 } else { 1 });
-        for tensor in self.tensors(0) {
-            number(tensor.buffer.dtype() as i64);
-            // Blocks of different lengths differ in their first axis.
-            let is_even = self.counts == Counts::Even;
-            let shape = if is_even { tensor.shape() } else { tensor.shape().get(1..).unwrap_or_default() };
-            number(shape.len() as i64);
-            shape.iter().for_each(|&extent| number(extent));
-        }
-        match &self.counts {
-            Counts::Even => {}
-            Counts::Ranks(bounds) => bounds.ends().iter().for_each(|&end| number(end as i64)),
-            Counts::Pairs { .. } => number(-1),
-        }
-        let hash = xxh3_64_with_seed(self.name.as_bytes(), hash);
-        self.names.compared().map_or(hash, |names| xxh3_64_with_seed(names.as_bytes(), hash))
     }
 }
 
