@@ -9,7 +9,7 @@ use super::call::Call;
 use super::channel::Channel;
 use super::operation::{Pattern, Root};
 use super::path_choice::{CallPath, CallTimer, Kind};
-use crate::transport::shm_region::PathNote;
+use crate::transport::shm_channel::PathNote;
 
 impl Channel {
     /// The kind of a call of which the longest block of all ranks has `total` bytes; `None`: it has no choice.

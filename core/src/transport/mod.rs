@@ -1,7 +1,6 @@
-//! Transports: shared memory of a host ([`shm_region`], created by [`shm`] or [`in_process`]), messages between hosts
-//! ([`HostLink`], by [`launcher`] or [`in_process`]), and GPUs ([`gpu`]). A
-//! [`job::Job`] is made of them. Collectives do not depend on the transport
-//! of host memory.
+//! Transports: shared memory of a host ([`shm_region`] and its channels, created by [`shm`] or [`in_process`]), messages
+//! between hosts ([`HostLink`], by [`launcher`] or [`in_process`]), and GPUs ([`gpu`]). A [`job::Job`] is made of them.
+//! Collectives do not depend on the transport of host memory.
 //!
 //! Every wait spins briefly, then sleeps, and regularly checks its [`WaitContext`] for a deadline or an abort.
 
@@ -39,6 +38,7 @@ pub mod ranks;
 pub mod region_control;
 mod region_layout;
 pub mod shm;
+pub mod shm_channel;
 pub mod shm_region;
 pub mod spin;
 pub mod start_links;
@@ -56,7 +56,8 @@ pub use network_model::NetworkModel;
 pub use region_layout::{
     HOST_WINDOW, LOOKAHEAD_WORDS, MAX_DEFAULT_SLOT, MAX_WINDOW, NETWORK_WINDOW, SMALL_WINDOW, max_channels,
 };
-pub use shm_region::{Phase, ShmChannel, ShmRegion, SlotContent};
+pub use shm_channel::{Phase, ShmChannel, SlotContent};
+pub use shm_region::ShmRegion;
 pub use wait_context::WaitContext;
 
 /// The launcher of the job's processes and its library: a [`bootstrap`], and what only it knows.

@@ -1,7 +1,7 @@
 //! The memory layout of a [`super::shm_region`]: the control block (header, flags and payloads of the ranks, members)
 //! and the slots of each rank.
 //!
-//! Thread rule: the fields are atomics; [`super::shm_region`] defines who may access a slot when.
+//! Thread rule: the fields are atomics; [`super::shm_channel`] defines who may access a slot when.
 
 use std::ops::Range;
 
@@ -149,7 +149,7 @@ impl RegionLayout {
 pub(super) struct RankFlags {
     /// By turn of the round. On one host the flag and all turns are in one cache line.
     pub packed: CacheLine<[CallHeaders; MAX_WINDOW / HOST_WINDOW]>,
-    /// What the shard owner found ([`super::shm_region::ShmChannel::agree`]), by turn of the round.
+    /// What the shard owner found ([`super::shm_channel::ShmChannel::agree`]), by turn of the round.
     pub reduced: CacheLine<[AtomicU32; MAX_WINDOW]>,
     pub unpacked: CacheLine<RankState>,
 }
@@ -188,8 +188,8 @@ impl RankFlags {
 pub(super) struct CallHeaders {
     /// The signatures of the calls.
     pub signatures: [AtomicU64; HOST_WINDOW],
-    /// What the slots hold ([`super::shm_region::SlotContent`]), and above that what the choice of a path needs, in calls
-    /// that have one ([`super::shm_region::PathNote`]).
+    /// What the slots hold ([`super::shm_channel::SlotContent`]), and above that what the choice of a path needs, in calls
+    /// that have one ([`super::shm_channel::PathNote`]).
     pub notes: [AtomicU32; HOST_WINDOW],
 }
 
