@@ -21,7 +21,7 @@ use super::wire::shard_range;
 use crate::error::{Error, Result};
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
-use crate::transport::arena::DirectCopies;
+use crate::transport::peer_memory::DirectCopies;
 use crate::transport::spin::Waiter;
 use crate::transport::step::{REFRESH, START, reached};
 use crate::transport::{HostLink, NetworkModel, Phase, SMALL_WINDOW, ShmChannel, SlotContent, WaitContext};

@@ -10,7 +10,7 @@ use super::shard::PerRank;
 use super::zero_copy::{self, Side};
 use crate::error::Result;
 use crate::reduce::Reduction;
-use crate::transport::arena::PeerMemory;
+use crate::transport::peer_memory::PeerMemory;
 use crate::transport::sync;
 
 /// As [`Reducing`], in place.

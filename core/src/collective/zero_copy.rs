@@ -27,7 +27,7 @@ use super::wire::{block_part, block_ranges, shard_range};
 use crate::error::{Error, Result};
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
-use crate::transport::arena::PeerMemory;
+use crate::transport::peer_memory::PeerMemory;
 use crate::transport::region_control::RegionControl;
 use crate::transport::{Phase, SlotContent, WaitContext, sync};
 use crate::wire_layout::{TensorRange, slice};

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::signals;
 use crate::topology::Topology;
 use crate::transport::WaitContext;
-use crate::transport::arena::PeerMemory;
+use crate::transport::peer_memory::PeerMemory;
 use crate::transport::wait_context::with_limits;
 
 impl Group {

@@ -9,7 +9,7 @@ use super::shards::Shards;
 use crate::error::Result;
 use crate::fork;
 use crate::group::Group;
-use crate::transport::arena::PeerMemory;
+use crate::transport::peer_memory::PeerMemory;
 
 /// What the threads of a server share.
 pub(super) struct ServerState {

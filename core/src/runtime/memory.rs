@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex};
 use super::state::{check_fork, not_started, started};
 use crate::error::{Error, Result};
 use crate::lock::lock;
-use crate::transport::arena::{Arenas, PeerMemory};
+use crate::transport::arenas::Arenas;
+use crate::transport::peer_memory::PeerMemory;
 
 /// The arenas of a job.
 struct Kept {

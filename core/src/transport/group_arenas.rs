@@ -7,9 +7,10 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::arena::{Arenas, DirectCopies, Hold, PeerMemory};
+use super::arenas::{Arenas, Hold};
 use super::mailbox::memory::arena_header;
 use super::mailbox::process_memory;
+use super::peer_memory::{DirectCopies, PeerMemory};
 use crate::error::Result;
 use crate::lock::lock;
 

@@ -8,13 +8,13 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::arena::PeerMemory;
 use super::creations::{Creation, LOOK_EVERY};
 use super::group_agreement::{Agreement, Share};
 use super::group_arenas::{GroupArenas, readable_processes};
 use super::group_memory::NewControl;
 use super::interval::Interval;
 use super::job::Job;
+use super::peer_memory::PeerMemory;
 use super::process::ProcessLiveness;
 use super::region_layout::{default_slot, max_channels, window};
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, ShmRegion};

@@ -10,9 +10,11 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::arena::{Arenas, HEADER_BYTES, PeerMemory};
+use super::arena::HEADER_BYTES;
+use super::arenas::Arenas;
 use super::failure_detector::HostGroups;
 use super::group_arenas::Holds;
+use super::peer_memory::PeerMemory;
 use super::region_control::RegionControl;
 use super::region_layout::{RegionLayout, RegionMemory};
 use crate::error::{Error, Result};

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 
-use super::arena::{DirectCopies, PeerMemory};
 use super::memory::Aligned;
+use super::peer_memory::{DirectCopies, PeerMemory};
 use super::region_control::RegionControl;
 use super::region_layout::window;
 use super::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use super::NetworkModel;
-use super::arena::Arenas;
+use super::arenas::Arenas;
 use super::bootstrap::{Bootstrap, Exchanges, Network};
 use super::creations::Creations;
 use super::detector_links::{FAILURE_CHECK, HostAddress, Listener};

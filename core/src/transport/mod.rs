@@ -4,7 +4,8 @@
 //!
 //! Every wait spins briefly, then sleeps, and regularly checks its [`WaitContext`] for a deadline or an abort.
 
-pub mod arena;
+mod arena;
+pub mod arenas;
 pub mod backoff;
 pub mod bootstrap;
 pub mod close_on_fork;
@@ -29,6 +30,7 @@ pub mod memory;
 pub mod messages;
 mod mpi;
 pub mod network_model;
+pub mod peer_memory;
 mod peer_user;
 pub mod process;
 mod range_allocator;

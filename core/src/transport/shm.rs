@@ -137,7 +137,8 @@ fn create_file(folder: &str) -> Result<(File, Name)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transport::arena::{Arenas, PeerMemory};
+    use crate::transport::arenas::Arenas;
+    use crate::transport::peer_memory::PeerMemory;
     use memmap2::MmapOptions;
     use std::os::unix::fs::PermissionsExt;
     use std::os::unix::process::CommandExt;

@@ -47,7 +47,7 @@ pub enum SlotContent {
     /// The data of the rank's tensors.
     #[default]
     Data,
-    /// Where the tensors are in the rank's [`PeerMemory`].
+    /// Where the tensors are in the rank's [`PeerMemory`](super::peer_memory::PeerMemory).
     PeerMemory,
     /// The addresses of the tensors in the rank's process.
     PrivateMemory,

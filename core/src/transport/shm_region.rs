@@ -8,7 +8,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
-use super::arena::PeerMemory;
+use super::peer_memory::PeerMemory;
 use super::region_control::RegionControl;
 use super::region_layout::RankFlags;
 use super::spin::MaxSpins;

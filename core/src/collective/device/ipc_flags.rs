@@ -11,8 +11,8 @@ use super::settings::SyncMode;
 use super::streams::{TEARDOWN_TIMEOUT, poll_until};
 use crate::collective::channel::Channel;
 use crate::error::{Error, Result};
-use crate::transport::arena::PeerMemory;
 use crate::transport::gpu::{Address, Context, DeviceBuffer, ExportedAllocation, Handle, PinnedHostBuffer, Stream};
+use crate::transport::peer_memory::PeerMemory;
 
 /// Bytes before a rank's stop flag, which hold its counter.
 const COUNTER_BYTES: usize = 4096;

@@ -16,8 +16,8 @@ use crate::collective::call::Call;
 use crate::collective::channel::Channel;
 use crate::error::{Error, Result};
 use crate::transport::WaitContext;
-use crate::transport::arena::PeerMemory;
 use crate::transport::gpu::{Address, Context, DeviceBuffer, Event, Handle, PinnedHostBuffer, Stream};
+use crate::transport::peer_memory::PeerMemory;
 
 /// Number of chunks that are downloaded ahead.
 const PREFETCH_CHUNKS: usize = 2;

@@ -10,8 +10,10 @@ use super::notice::{MAX_RANKS, MailboxHeader};
 use super::ring::Ring;
 use super::staging::Staging;
 use crate::error::{Error, Result};
-use crate::transport::arena::{Arenas, HEADER_BYTES, HEADER_SEGMENTS, PeerMemory};
+use crate::transport::arena::{HEADER_BYTES, HEADER_SEGMENTS};
+use crate::transport::arenas::Arenas;
 use crate::transport::memory::Aligned;
+use crate::transport::peer_memory::PeerMemory;
 
 /// Memory that the ranks of a host share. Ranks are numbered from 0 on the host.
 pub trait MailboxMemory: Send + Sync {
