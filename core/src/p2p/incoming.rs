@@ -200,7 +200,7 @@ impl IncomingFrom {
                 Some(error) => {
                     let Incoming { slot, place, receive, .. } = self.list.remove(index);
                     // If the sender gave up too, this is as good.
-                    let _told = change(mailbox, from, slot, place.state(), LongState::Refused);
+                    let _noted = change(mailbox, from, slot, place.state(), LongState::Refused);
                     finished.push((receive.request, Err(error)));
                 }
             }

@@ -9,6 +9,7 @@
 //! only while something is under way.
 
 mod driver;
+mod endings;
 mod endpoint;
 mod incoming;
 mod matching;

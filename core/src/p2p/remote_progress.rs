@@ -5,10 +5,11 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::endings::failure;
 use super::incoming::{Body, Early, Receive};
 use super::message::Status;
 use super::outgoing::Send;
-use super::progress::{State, failure};
+use super::progress::State;
 use super::remote::{Arrival, HEADER_BYTES, Remote};
 use crate::error::Error;
 use crate::transport::mailbox::ring::Envelope;
