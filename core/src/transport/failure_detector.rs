@@ -3,61 +3,24 @@
 //!
 //! The first rank of each host runs a thread with TCP connections to about 2 log2(hosts) other hosts
 //! ([`super::detector_links`]). The thread monitors the processes of its host. It writes failures into the control
-//! blocks of the host's groups ([`RegionControl::set_failure`]) and forwards them, so that they reach every host even
-//! when some hosts are lost. A group is named by the hash of its key; a lost rank fails the groups that it is a member
+//! blocks of the host's groups and forwards them ([`super::detector_thread`]), so that they reach every host even when
+//! some hosts are lost. A group is named by the hash of its key; a lost rank fails the groups that it is a member
 //! of. A connection closed without a shutdown message means a lost host. TCP keepalive detects an unreachable host
 //! within seconds.
 //! Thread rule: a [`FailureDetector`] may be used from any thread.
 
-use std::collections::HashMap;
-use std::io::{ErrorKind, Read, Write};
+use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
-use serde::{Deserialize, Serialize};
-
-use super::detector_links::{HostAddress, HostConnection, Listener, Unconnected, connect};
-use super::process::Process;
-use super::region_control::RegionControl;
-use super::step::reached;
+use super::detector_links::{HostAddress, Listener, Unconnected, connect};
+use super::detector_thread::{ABORT, DetectorThread, SHUTDOWN};
 use crate::error::{Error, Result};
 use crate::log::log_line;
 
-/// Interval at which the thread checks the groups of its host for failures.
-const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// Tells the thread to shut down.
-const SHUTDOWN: &[u8] = b".";
-/// Tells the thread to exit without a shutdown message, so that other hosts see a loss.
-const ABORT: &[u8] = b"!";
-/// Maximum length of a received line.
-const MAX_LINE_BYTES: usize = 16 << 10;
-/// How long a message is kept after it was seen last: no host forwards it for the first time after that.
-const MEMORY: Duration = Duration::from_secs(60);
-/// Number of messages from which on old ones are forgotten.
-const MAX_MESSAGES: usize = 1000;
-
-/// The groups of a host.
-pub trait HostGroups: Send + Sync {
-    /// Calls `visit` with the hash of the key and the control block of each group of the host's ranks. If it returns
-    /// true, the group is not visited again.
-    fn visit(&self, visit: &mut dyn FnMut(u64, &RegionControl) -> bool);
-
-    /// Reports to the ranks of the host that a rank of the job is lost.
-    fn add_lost(&self, rank: usize);
-}
-
-/// A process of this host.
-pub struct MonitoredProcess {
-    /// Its rank in the job.
-    pub rank: usize,
-    /// The name for messages.
-    pub name: String,
-    /// The process.
-    pub process: Arc<Process>,
-}
+pub use super::detector_thread::{HostGroups, MonitoredProcess};
 
 /// The failure detector of a host. Dropping it sends a shutdown message, unless [`FailureDetector::mark_aborted`] was
 /// called.
@@ -65,21 +28,6 @@ pub struct FailureDetector {
     stop: UnixStream,
     aborted: bool,
     thread: Option<JoinHandle<()>>,
-}
-
-/// A message to the other hosts, as a line of JSON. `group` is the hash of a group's key.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-enum Message {
-    /// Ranks of the job are lost.
-    Lost { ranks: Vec<usize>, text: String },
-    /// A group has failed.
-    Failed { group: u64, code: i32, text: String },
-    /// A rank of a group has left it, with its last sequence number.
-    Departed { group: u64, rank: usize, step: u32 },
-    /// A rank waits long in round `step` of a group.
-    Stalled { group: u64, step: u32 },
-    /// The host has ended as planned.
-    Shutdown,
 }
 
 impl FailureDetector {
@@ -101,16 +49,7 @@ impl FailureDetector {
         unconnected.iter().for_each(Unconnected::warn);
         let refused = |error: std::io::Error| Error::system("starting the failure detector between hosts", error);
         let (stop, stopped) = UnixStream::pair().map_err(refused)?;
-        let detector_thread = DetectorThread {
-            groups,
-            stopped,
-            peers,
-            processes,
-            seen: HashMap::new(),
-            received: HashMap::new(),
-            lost: Vec::new(),
-            stalled: HashMap::new(),
-        };
+        let detector_thread = DetectorThread::new(groups, stopped, peers, processes);
         let thread =
             Builder::new().name("dlcomm-alert".into()).spawn(move || detector_thread.run()).map_err(refused)?;
         Ok(FailureDetector { stop, aborted: false, thread: Some(thread) })
@@ -132,243 +71,18 @@ impl Drop for FailureDetector {
     }
 }
 
-/// A message about a group of this host.
-enum GroupEvent {
-    Failed(Error),
-    Departed { rank: usize, step: u32 },
-}
-
-/// The state of the thread.
-struct DetectorThread {
-    groups: Arc<dyn HostGroups>,
-    stopped: UnixStream,
-    peers: Vec<HostConnection>,
-    processes: Vec<MonitoredProcess>,
-    /// Messages already forwarded, with the time when they were seen last.
-    seen: HashMap<Message, Instant>,
-    /// What other hosts have sent, by group. Applied in every check: the group may be made later on this host.
-    received: HashMap<u64, (Vec<GroupEvent>, Instant)>,
-    lost: Vec<(Vec<usize>, Error)>,
-    /// By group, the latest stalled sequence number.
-    stalled: HashMap<u64, (u32, Instant)>,
-}
-
-impl DetectorThread {
-    fn run(mut self) {
-        loop {
-            let last = self.sleep();
-            let mut lost = Vec::new();
-            // Check each process once: two checks would miss an exit between them.
-            self.processes.retain(|MonitoredProcess { rank, name, process }| match process.ended() {
-                Some(how) => {
-                    lost.push((*rank, format!("{name} {how}")));
-                    false
-                }
-                None => true,
-            });
-            lost.into_iter().for_each(|(rank, text)| self.lost(vec![rank], text));
-            self.check_groups();
-            self.peers.iter_mut().for_each(flush);
-            let mut index = 0;
-            while index < self.peers.len() {
-                match self.read_peer(index) {
-                    PeerEvent::All => index += 1,
-                    PeerEvent::End => {
-                        let peer = self.peers.remove(index);
-                        self.lost(peer.ranks, format!("{} has ended, or its host is out of reach", peer.name));
-                    }
-                    PeerEvent::Shutdown => drop(self.peers.remove(index)),
-                }
-            }
-            self.check_groups();
-            self.forget();
-            // Exit only here, after earlier events were sent.
-            if last {
-                let mut signal = [0; 1];
-                if self.stopped.read_exact(&mut signal).is_ok() && signal == SHUTDOWN {
-                    self.send(&Message::Shutdown);
-                }
-                return;
-            }
-        }
-    }
-
-    /// Sleeps until an event or the poll interval. Returns whether to exit.
-    fn sleep(&self) -> bool {
-        let mut fds = vec![PollFd::new(&self.stopped, PollFlags::IN)];
-        let events =
-            |peer: &HostConnection| if peer.unsent.is_empty() { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
-        fds.extend(self.peers.iter().map(|peer| PollFd::new(&*peer.stream, events(peer))));
-        let ends = self.processes.iter().filter_map(|monitored| monitored.process.end());
-        fds.extend(ends.map(|end| PollFd::from_borrowed_fd(end, PollFlags::IN)));
-        let timeout = rustix::time::Timespec { tv_sec: 0, tv_nsec: i64::from(POLL_INTERVAL.subsec_nanos()) };
-        // After a signal or an error, the next check comes soon.
-        let _count = poll(&mut fds, Some(&timeout));
-        !fds[0].revents().is_empty()
-    }
-
-    /// Applies to the groups of this host what is known, and forwards what they report.
-    fn check_groups(&mut self) {
-        let mut messages = Vec::new();
-        let DetectorThread { groups, received, lost, stalled, .. } = self;
-        groups.visit(&mut |group, control| {
-            for event in received.get(&group).iter().flat_map(|(events, _)| events) {
-                match event {
-                    GroupEvent::Failed(error) => control.set_failure(error),
-                    GroupEvent::Departed { rank, step } => control.depart(*rank, *step),
-                }
-            }
-            for (ranks, error) in lost.iter() {
-                if ranks.iter().any(|&rank| control.contains(rank)) {
-                    control.set_failure(error);
-                }
-            }
-            let known = stalled.get(&group).map(|(step, _)| *step);
-            match (control.stalled(), known) {
-                (Some(step), known) if known.is_none_or(|known| known != step && reached(step, known)) => {
-                    messages.push(Message::Stalled { group, step });
-                }
-                (own, Some(known)) if own != Some(known) => control.stall(known),
-                _ => {}
-            }
-            let departed = control.departed_ranks().into_iter();
-            messages.extend(departed.map(|(rank, step)| Message::Departed { group, rank, step }));
-            let failed = |error: Error| Message::Failed { group, code: error.code(), text: error.detail().to_owned() };
-            messages.extend(control.failure().map(failed));
-            control.all_departed()
-        });
-        for message in messages {
-            self.forward(message);
-        }
-    }
-
-    fn lost(&mut self, ranks: Vec<usize>, text: String) {
-        self.forward(Message::Lost { ranks: ranks.clone(), text: text.clone() });
-        ranks.iter().for_each(|&rank| self.groups.add_lost(rank));
-        self.lost.push((ranks, Error::PeerLost(text)));
-    }
-
-    /// Sends a message to the other hosts, once. Returns whether it was new.
-    fn forward(&mut self, message: Message) -> bool {
-        if let Message::Stalled { group, step } = message {
-            let known = self.stalled.get(&group).map(|(step, _)| *step);
-            if known.is_some_and(|known| reached(known, step)) {
-                return false;
-            }
-            self.stalled.insert(group, (step, Instant::now()));
-            self.send(&message);
-            return true;
-        }
-        if let Some(seen) = self.seen.get_mut(&message) {
-            *seen = Instant::now();
-            return false;
-        }
-        self.send(&message);
-        self.seen.insert(message, Instant::now());
-        true
-    }
-
-    /// Forgets old messages: a job may make any number of groups.
-    fn forget(&mut self) {
-        if self.seen.len() + self.stalled.len() + self.received.len() > MAX_MESSAGES {
-            self.seen.retain(|_, seen| seen.elapsed() < MEMORY);
-            self.stalled.retain(|_, (_, seen)| seen.elapsed() < MEMORY);
-            self.received.retain(|_, (_, seen)| seen.elapsed() < MEMORY);
-        }
-    }
-
-    fn send(&mut self, message: &Message) {
-        // Numbers and text are always valid JSON.
-        let line = format!("{}\n", serde_json::to_string(message).unwrap_or_default());
-        for peer in &mut self.peers {
-            peer.unsent.extend_from_slice(line.as_bytes());
-            flush(peer);
-        }
-    }
-
-    /// Reads and handles the messages of a peer.
-    fn read_peer(&mut self, index: usize) -> PeerEvent {
-        let mut bytes = [0; 4096];
-        loop {
-            let peer = &mut self.peers[index];
-            match (&*peer.stream).read(&mut bytes) {
-                Ok(0) => return PeerEvent::End,
-                Ok(count) => peer.partial.extend_from_slice(&bytes[..count]),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return PeerEvent::All,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => return PeerEvent::End,
-            }
-            // Parse each line: one read may return many.
-            while let Some(end) = self.peers[index].partial.iter().position(|&byte| byte == b'\n') {
-                let line: Vec<u8> = self.peers[index].partial.drain(..=end).collect();
-                match serde_json::from_slice(&line) {
-                    Ok(Message::Shutdown) => return PeerEvent::Shutdown,
-                    Ok(message) => self.receive(message),
-                    Err(_) => return PeerEvent::End,
-                }
-            }
-            if self.peers[index].partial.len() > MAX_LINE_BYTES {
-                return PeerEvent::End;
-            }
-        }
-    }
-
-    /// Handles a message of another host. The next check applies it to the group.
-    fn receive(&mut self, message: Message) {
-        let (group, event) = match &message {
-            Message::Lost { ranks, text } => {
-                if !self.seen.contains_key(&message) {
-                    self.lost(ranks.clone(), text.clone());
-                }
-                return;
-            }
-            Message::Failed { group, code, text } => {
-                (*group, GroupEvent::Failed(Error::from_code(*code, text.clone())))
-            }
-            Message::Departed { group, rank, step } => (*group, GroupEvent::Departed { rank: *rank, step: *step }),
-            Message::Stalled { .. } | Message::Shutdown => {
-                self.forward(message);
-                return;
-            }
-        };
-        if self.forward(message) {
-            let (events, seen) = self.received.entry(group).or_insert_with(|| (Vec::new(), Instant::now()));
-            events.push(event);
-            *seen = Instant::now();
-        }
-    }
-}
-
-/// Sends as much of the unsent data as the socket accepts. Reading the connection detects a broken one.
-fn flush(peer: &mut HostConnection) {
-    while !peer.unsent.is_empty() {
-        match (&*peer.stream).write(&peer.unsent) {
-            Ok(count) => drop(peer.unsent.drain(..count)),
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-            Err(_) => peer.unsent.clear(),
-        }
-    }
-}
-
-/// Result of reading from a peer.
-enum PeerEvent {
-    /// All received messages were handled.
-    All,
-    /// Lost: the connection closed without a shutdown message.
-    End,
-    /// The peer shut down.
-    Shutdown,
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::io::Read;
     use std::net::TcpListener;
     use std::sync::Mutex;
+    use std::time::Instant;
 
+    use super::*;
     use crate::lock::lock;
+    use crate::transport::detector_thread::POLL_INTERVAL;
     use crate::transport::in_process;
+    use crate::transport::region_control::RegionControl;
     use crate::transport::step::START;
     use crate::transport::{Phase, ShmRegion};
 

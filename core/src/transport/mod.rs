@@ -12,6 +12,7 @@ pub mod close_on_fork;
 mod creations;
 mod cuda;
 pub mod detector_links;
+mod detector_thread;
 pub mod failure_detector;
 pub mod flag;
 mod group_agreement;
@@ -47,6 +48,7 @@ pub mod start_links;
 pub mod step;
 pub mod store;
 pub mod store_bootstrap;
+mod store_job;
 #[cfg_attr(loom, path = "loom_sync.rs")]
 pub mod sync;
 pub mod tcp_store;
