@@ -7,8 +7,9 @@ mod loom_support;
 
 use std::sync::Arc;
 
+use dl_comm_core::transport::in_process::mailbox_memory::HeapMemory;
 use dl_comm_core::transport::mailbox::Mailbox;
-use dl_comm_core::transport::mailbox::memory::{HeapMemory, MailboxMemory};
+use dl_comm_core::transport::mailbox::memory::MailboxMemory;
 use dl_comm_core::transport::mailbox::ring::{Envelope, LongEnvelope, LongState};
 use dl_comm_core::transport::mailbox::staging::PartInfo;
 use dl_comm_core::transport::sync::check_read;

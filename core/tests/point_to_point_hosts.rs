@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use dl_comm_core::error::Error;
 use dl_comm_core::p2p::{Message, Scope, Spans, Status, Transfer};
-use dl_comm_core::transport::in_process_messages::ThreadMessages;
+use dl_comm_core::transport::in_process::messages::ThreadMessages;
 use proptest::prelude::*;
 
 #[path = "common/endpoints.rs"]

@@ -23,7 +23,6 @@ pub mod hello;
 mod host_link;
 mod host_wait;
 pub mod in_process;
-pub mod in_process_messages;
 mod interval;
 pub mod job;
 pub mod mailbox;

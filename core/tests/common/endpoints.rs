@@ -9,8 +9,8 @@ use std::time::Duration;
 use dl_comm_core::deadline::{Deadline, SetBy};
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::p2p::{Endpoint, GroupRoutes, Hosts, Message, Peers, Scope, Spans, Status, Transfer};
-use dl_comm_core::transport::in_process_messages::ThreadMessages;
-use dl_comm_core::transport::mailbox::memory::HeapMemory;
+use dl_comm_core::transport::in_process::mailbox_memory::HeapMemory;
+use dl_comm_core::transport::in_process::messages::ThreadMessages;
 use dl_comm_core::transport::shm_region::Liveness;
 use dl_comm_core::transport::spin::MaxSpins;
 

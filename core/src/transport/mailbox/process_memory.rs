@@ -64,7 +64,8 @@ pub unsafe fn read(pid: i32, address: u64, to: *mut u8, len: usize) -> io::Resul
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::transport::mailbox::memory::{HeapMemory, MailboxMemory};
+    use crate::transport::in_process::mailbox_memory::HeapMemory;
+    use crate::transport::mailbox::memory::MailboxMemory;
 
     #[test]
     fn a_process_that_shows_itself_can_be_read() {

@@ -6,10 +6,10 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
-use super::memory::Aligned;
-use super::messages::{Completed, MessageNetwork};
 use crate::error::{Error, Result};
 use crate::lock::lock;
+use crate::transport::memory::Aligned;
+use crate::transport::messages::{Completed, MessageNetwork};
 
 /// Messages on their way to one rank, by sender.
 type Inbox = Mutex<Vec<VecDeque<(usize, Vec<u8>)>>>;

@@ -1,21 +1,24 @@
 //! Ranks as threads of one process, on hosts of any shape, for tests. Shared memory is the heap and messages use
 //! channels; all layers above run unchanged.
 
+pub mod mailbox_memory;
+pub mod messages;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 
-use super::memory::Aligned;
-use super::peer_memory::{DirectCopies, PeerMemory};
-use super::region_control::RegionControl;
-use super::region_layout::window;
-use super::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
-use super::spin::MaxSpins;
-use super::{ExchangeBuffers, GroupResources, HostLink, MAX_EXCHANGES, Message, NetworkModel, sync};
 use crate::error::{Error, Result};
 use crate::group_key::{GroupKey, Members};
 use crate::topology::Topology;
+use crate::transport::memory::Aligned;
+use crate::transport::peer_memory::{DirectCopies, PeerMemory};
+use crate::transport::region_control::RegionControl;
+use crate::transport::region_layout::window;
+use crate::transport::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
+use crate::transport::spin::MaxSpins;
+use crate::transport::{ExchangeBuffers, GroupResources, HostLink, MAX_EXCHANGES, Message, NetworkModel, sync};
 use crate::wire_layout::exchange_buffer_bytes;
 
 /// A region in the heap: the control block, then the slots of all ranks.
@@ -163,7 +166,7 @@ impl PeerMemory for ProcessMemory {
 
 /// The region of a group with one rank on this host; with `members`, of these ranks of the job.
 #[cfg(test)]
-pub(super) fn single(members: Option<&[u32]>) -> Result<Arc<ShmRegion>> {
+pub(in crate::transport) fn single(members: Option<&[u32]>) -> Result<Arc<ShmRegion>> {
     let layout = RegionLayout { ranks: 1, channels: 1, slot: 4096, window: 2 };
     let memory = Box::new(HeapRegion::with_members(layout, members));
     let peers = vec![LocalPeer { rank: 0, world: 0, name: "rank 0".into() }];
