@@ -1,5 +1,5 @@
-//! Transports: shared memory of a host ([`shm_region`] and its channels, created by [`shm`] or [`in_process`]), messages
-//! between hosts ([`HostLink`], by [`launcher`] or [`in_process`]), and GPUs ([`gpu`]). A [`job::Job`] is made of them.
+//! Transports: shared memory of a host ([`shm_region`] and its channels, created by [`shm`]), messages
+//! between hosts ([`HostLink`], by [`launcher`]), and GPUs ([`gpu`]). A [`job::Job`] is made of them.
 //! Collectives do not depend on the transport of host memory.
 //!
 //! Every wait spins briefly, then sleeps, and regularly checks its [`WaitContext`] for a deadline or an abort.
@@ -22,6 +22,7 @@ pub mod group_memory;
 pub mod hello;
 mod host_link;
 mod host_wait;
+#[cfg(any(test, feature = "in-process"))]
 pub mod in_process;
 mod interval;
 pub mod job;
