@@ -3,6 +3,7 @@
 #![allow(non_snake_case)]
 
 mod arguments;
+mod call;
 mod collectives;
 mod functions;
 mod groups;
@@ -11,6 +12,7 @@ mod point_to_point;
 mod store;
 
 pub use arguments::{CBuffer, CDevice};
+pub use call::CCall;
 pub use collectives::*;
 pub use functions::*;
 pub use groups::*;
