@@ -63,7 +63,7 @@ fn truncated(short_text: &str) -> String {
 
 /// The common choice of all ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct PathChoice {
+pub(super) struct GpuPathChoice {
     pub path: Path,
     /// Why no faster path was chosen; empty if this is the fastest.
     pub reason: String,
@@ -75,10 +75,10 @@ pub(super) struct PathChoice {
     unavailable: Option<String>,
 }
 
-impl PathChoice {
+impl GpuPathChoice {
     /// # Errors
     /// [`Error::Invalid`] when the requested path is not available.
-    pub fn checked(self) -> Result<PathChoice> {
+    pub fn checked(self) -> Result<GpuPathChoice> {
         match self.unavailable {
             Some(reason) => Err(Error::Invalid(reason)),
             None => Ok(self),
@@ -87,18 +87,18 @@ impl PathChoice {
 }
 
 /// The path for these capabilities; the same on every rank.
-pub(super) fn choose_path(capabilities: &[GpuCapabilities], wanted: PathSetting, topology: &Topology) -> PathChoice {
+pub(super) fn choose_path(capabilities: &[GpuCapabilities], wanted: PathSetting, topology: &Topology) -> GpuPathChoice {
     let own_gpus = shared_gpu(capabilities).is_none();
     let takes_turns = !own_gpus && !capabilities.iter().all(|rank| rank.mps);
     let choice = |path, reason: &str| {
         let reason = reason.to_owned();
-        PathChoice { path, reason, own_gpus, takes_turns, unavailable: None }
+        GpuPathChoice { path, reason, own_gpus, takes_turns, unavailable: None }
     };
     if capabilities.len() == 1 {
         return choice(Path::SingleRank, "");
     }
     let (nccl, ipc) = (nccl_blocker(capabilities, wanted), ipc_blocker(capabilities, topology));
-    let refuse = |name: &str, reason: &str| PathChoice {
+    let refuse = |name: &str, reason: &str| GpuPathChoice {
         unavailable: Some(format!("DL_COMM_GPU_PATH is {name}, but {reason}")),
         ..choice(Path::Staged, "")
     };
@@ -171,7 +171,7 @@ mod tests {
         GpuCapabilities { uuid: uuid.into(), nccl, nccl_shares_gpu: false, mps: false, ipc }
     }
 
-    fn choose(capabilities: &[GpuCapabilities], hosts: &[usize], wanted: PathSetting) -> PathChoice {
+    fn choose(capabilities: &[GpuCapabilities], hosts: &[usize], wanted: PathSetting) -> GpuPathChoice {
         let topology = Topology::new(0, hosts);
         choose_path(capabilities, wanted, &topology)
     }
