@@ -46,7 +46,7 @@ fn cached(model: Model) {
                     let buffer = Buffer::new(src.as_mut_ptr().cast(), dst.as_mut_ptr().cast(), len, DType::F32);
                     let call = call(op, buffer, "", config.clone());
                     assert!(call.is_small());
-                    let posted = plan.as_ref().and_then(|plan| channel.try_post(&call, plan));
+                    let posted = plan.as_ref().and_then(|plan| channel.try_post(&call, plan, u32::MAX));
                     with_wait_context(&region, |wait_ctx| match posted {
                         None => assert!(channel.run_first_chunk(&call, wait_ctx).unwrap()),
                         Some(posted) => {

@@ -43,7 +43,7 @@ fn send(mailbox: &mut Mailbox, to: usize, tag: u32, len: usize) -> bool {
     if !ring.has_room() {
         return false;
     }
-    let envelope = Envelope { context: 1, total: len as u64, tag, kind: 0 };
+    let envelope = Envelope { context: 1, total: len as u64, tag, kind: 0, types: 0 };
     // SAFETY: there is room.
     unsafe { ring.send(envelope, len, |cell| cell.write_bytes(tag as u8, len)) };
     mailbox.notify(to);
@@ -164,7 +164,7 @@ fn long_message(gives_up: bool) {
     let sending = spawn(move || {
         let ring = &mut sender.outbox(1).unwrap().ring;
         ring.ring().set_long(0, LongState::Announced);
-        let envelope = Envelope { context: 1, total: 100, tag: 0, kind: 0 };
+        let envelope = Envelope { context: 1, total: 100, tag: 0, kind: 0, types: 0 };
         // SAFETY: the ring is empty.
         unsafe { ring.announce(envelope, LongEnvelope { id: 5, place: 0, slot: 0, address: 0 }) };
         sender.notify(1);
