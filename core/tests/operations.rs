@@ -280,7 +280,7 @@ fn operations(size: usize, operators: &[ReduceOp]) -> Vec<Op> {
 #[test]
 fn every_collective_at_every_length() {
     for hosts in SHAPES {
-        for threads in if hosts.len() > 2 { &[1][..] } else { &[1, 3] } {
+        for &threads in if hosts.len() > 2 { &[1][..] } else { &[1, 3] } {
             World { threads, ..World::new(hosts) }.run(|rank| {
                 for op in operations(rank.size, &[ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max]) {
                     for len in [0, 1, 15, 16, 17, 127, 1024, 1025, 3000] {
