@@ -474,6 +474,11 @@ int dl_comm_gpu_count(void);
 /* Returns the ordinal of the GPU that owns this memory, -1 for host memory. Not collective. */
 int dl_comm_device_of_pointer(const void* memory);
 
+/* Stores the address of `bytes` bytes of the memory of a GPU, for results. dl_comm_device_free frees it and ignores NULL;
+ * like CUDA's own function it waits for the work of the GPU. Without dl_comm_init too. Not collective. */
+int dl_comm_device_alloc(int device, size_t bytes, void** memory);
+int dl_comm_device_free(int device, void* memory);
+
 /* Returns 0 if the tensors (`src`) have the same bits on all ranks, else 1; all ranks get the same result. With
  * `verbose`, every rank that differs from rank 0 prints the tensors that differ. Collective. */
 int dl_comm_check_buffers_match(const dl_comm_buffer_t* buffers, size_t count, int verbose);

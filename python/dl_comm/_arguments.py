@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dl_comm._checks import checked_float, checked_ints, refuse_masked, refuse_missing
+from dl_comm._cuda_arrays import DeviceArray, any_on_gpu, device_array, handed, is_on_gpu, new_like
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import Group
 from dl_comm._memory import new_result
@@ -21,7 +22,10 @@ NO_FACTORS = (1.0, 1.0)
 
 
 def arrays_of(x: Any, argument: str = "x") -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays of an argument, and what makes a result of the same kind from arrays."""
+    """The arrays of an argument, and what makes a result of the same kind from arrays.
+
+    Those in GPU memory become a `DeviceArray`.
+    """
     if isinstance(x, np.ndarray):
         refuse_masked(x, argument)
         return [x], _first
@@ -31,16 +35,30 @@ def arrays_of(x: Any, argument: str = "x") -> tuple[list[Any], Callable[[list[An
         return [np.array(x)], lambda arrays: arrays[0][()]
     if isinstance(x, (list, tuple)):
         refuse_missing(x, argument)
-        for index, array in enumerate(x):
+        arrays = list(x)
+        for index, array in enumerate(arrays):
             refuse_masked(array, f"{argument}: entry {index}")
-            if not isinstance(array, np.ndarray):
+            if isinstance(array, np.ndarray):
+                continue
+            if not is_on_gpu(array):
                 raise DTypeError(
                     f"entry {index} of {argument} is a {type(array).__name__}; make it an array: numpy.array(...)"
                 )
-        return list(x), list
+            arrays[index] = device_array(array, f"entry {index} of {argument}")
+        return arrays, list
+    if is_on_gpu(x):
+        return [device_array(x, argument)], _first
     raise DTypeError(
         f"{argument} is a {type(x).__name__}; give a NumPy array, a list of them{', or a number' * (argument != 'out')}"
     )
+
+
+def host_arrays_of(x: Any, argument: str = "x") -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """As ``arrays_of``, for a call that takes host memory only."""
+    arrays, wrap = arrays_of(x, argument)
+    if any_on_gpu(arrays):
+        raise ArgumentError(f"{argument} is in GPU memory, which this call does not take; pass a copy in host memory")
+    return arrays, wrap
 
 
 def _first(arrays: list[Any]) -> Any:
@@ -61,14 +79,14 @@ def nothing() -> None:
 
 
 def returned(out: Any, results: list[Any], wrap: Callable[[list[Any]], Any]) -> Callable[[], Any]:
-    return (lambda: wrap(results)) if out is None else (lambda: out)
+    return (lambda: wrap([handed(result) for result in results])) if out is None else (lambda: out)
 
 
 def results_like(out: Any, arrays: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
     """The arrays of ``out``, or new ones, with these shapes and the types of ``arrays``."""
     if out is None:
         try:
-            return [new_result(shape, array.dtype) for array, shape in zip(arrays, shapes, strict=True)]
+            return [_new(array, shape) for array, shape in zip(arrays, shapes, strict=True)]
         except (ValueError, OverflowError) as error:
             raise ArgumentError(f"the result of the shape {shapes[0]} is longer than memory can be") from error
     results, _ = arrays_of(out, "out")
@@ -81,6 +99,10 @@ def results_like(out: Any, arrays: list[Any], shapes: list[tuple[int, ...]]) -> 
                 f"the result has {shape} and {array.dtype}"
             )
     return results
+
+
+def _new(array: Any, shape: tuple[int, ...]) -> Any:
+    return new_like(array, shape) if isinstance(array, DeviceArray) else new_result(shape, array.dtype)
 
 
 def operator_code(op: str, prescale: float, postscale: float) -> tuple[int, tuple[float, float]]:

@@ -9,11 +9,12 @@ from typing import Any, overload
 
 import numpy as np
 
-from dl_comm import _cuda_arrays, _dl_comm
+from dl_comm import _dl_comm
 from dl_comm._agreement import failing_together
-from dl_comm._arguments import arrays_of
+from dl_comm._arguments import arrays_of, results_like, returned
 from dl_comm._binding import binding_of
 from dl_comm._checks import checked_flag, checked_name, checked_root, checked_team, seconds
+from dl_comm._cuda_arrays import broadcast_into, in_core, is_on_gpu
 from dl_comm._errors import ArgumentError, DTypeError
 from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_of_all, unless_world
 from dl_comm._groups import given as given_group
@@ -42,10 +43,10 @@ def gradients(
 
     Args:
         tensors: A list of NumPy arrays (C-contiguous), TensorFlow tensors or variables, torch tensors, or GPU arrays
-            with ``__cuda_array_interface__`` (CuPy, Numba; no towers). Types: float16, bfloat16, float32, float64,
-            int8, uint8, int32 or int64. Shapes and types must be the same on all ranks. A process with several replicas
-            of the model passes a list of such lists, one per replica (tower), with equal shapes and types: the mean is
-            over all towers of all ranks. Or one array, tensor or number.
+            with DLPack or ``__cuda_array_interface__`` (JAX, CuPy, Numba; no towers). Types: float16, bfloat16,
+            float32, float64, int8, uint8, int32 or int64. Shapes and types must be the same on all ranks. A process
+            with several replicas of the model passes a list of such lists, one per replica (tower), with equal shapes
+            and types: the mean is over all towers of all ranks. Or one array, tensor or number.
         team: The number of the team.
         group: The ranks that take part, instead of a team; a group has no schedule.
         name: A name that must be the same on all ranks; error messages contain it. On a team with a schedule it
@@ -89,10 +90,13 @@ def gradients(
             raise ArgumentError("out is for NumPy and GPU arrays; framework tensors get new tensors")
         given = flat if towers is None else in_towers(flat, towers)
         return list(framework.gradients(given, max(team, 0), group=group, name=name, timeout=timeout))
-    if not all_numpy and _cuda_arrays.all_on_gpu(flat):
+    if not all_numpy and any(map(is_on_gpu, flat)):
         if towers is not None:
             raise ArgumentError("GPU arrays have no towers: pass one list, and run one process per GPU")
-        return _cuda_arrays.gradients(flat, team, name, limit, None if out is None else list(out))
+        arrays, _ = arrays_of(flat, "tensors")
+        results = results_like(out, arrays, [array.shape for array in arrays])
+        _dl_comm.average_on(*in_core(arrays, results), team, name, limit)
+        return returned(out, results, list)()
     means: list[Any]
     if out is None:
         _refuse_masked(flat)
@@ -159,13 +163,14 @@ def broadcast(tensors: Any, root: int, in_place: bool, common: tuple[Any, ...]) 
                 raise ArgumentError("broadcast of TensorFlow tensors returns new tensors; it takes no async_op")
             options["async_op"] = True
         return framework.broadcast(tensors if single else given, root, **options)
-    if in_place and _cuda_arrays.all_on_gpu(given) and is_of_all(group) and not async_op and not by_name:
-        _cuda_arrays.broadcast(given, checked_root(root), limit)
-        return tensors if single else given
     _refuse_masked(given)
     wrap: Callable[[list[Any]], Any] = list
-    if single:
-        given, wrap = arrays_of(tensors, "tensors")
+    on_gpu = any(map(is_on_gpu, given))
+    if single or on_gpu:
+        given, wrap = arrays_of(tensors if single else given, "tensors")
+    if on_gpu:
+        into = broadcast_into(given, in_place)
+        return broadcast_in(given, root, group, name, timeout, async_op, by_name, wrap, into)
     if not in_place:
         given = [array.copy() if isinstance(array, np.ndarray) else array for array in given]
     if (

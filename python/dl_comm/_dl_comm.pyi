@@ -8,13 +8,15 @@ from numpy.typing import NDArray
 __version__: str
 
 _Counts = Sequence[int] | None
+_DeviceArray = tuple[int, int, Sequence[int], tuple[int, int, bool], Any]
+_Arrays = Sequence[NDArray[Any]] | Sequence[_DeviceArray] | None
 _CallSpec = tuple[
     int,
     int,
     int,
     int,
-    Sequence[NDArray[Any]] | None,
-    Sequence[NDArray[Any]] | None,
+    _Arrays,
+    _Arrays,
     _Counts,
     _Counts,
     str | None,
@@ -47,6 +49,10 @@ class Work:
     def status(self) -> tuple[int, int, int]: ...
     def received(self) -> _Received: ...
 
+class DeviceMemory:
+    address: int
+    def capsule(self, dtype: tuple[int, int], shape: Sequence[int], versioned: bool) -> Any: ...
+
 class ParameterServer:
     def run(self, operation: _Operation) -> None: ...
     def start(self, operation: _Operation, kept: Sequence[Any]) -> Work: ...
@@ -69,21 +75,16 @@ def average(
 ) -> None: ...
 def broadcast(arrays: Sequence[NDArray[Any]], root: int, name: str | None = None, timeout: float = -1.0) -> None: ...
 def average_on(
-    device: int,
-    stream: int,
-    places: Sequence[tuple[int, int, int, int, list[int]]],
+    sources: Sequence[_DeviceArray],
+    destinations: Sequence[_DeviceArray],
     team: int,
     name: str | None = None,
     timeout: float = -1.0,
 ) -> None: ...
-def broadcast_on(
-    device: int,
-    stream: int,
-    places: Sequence[tuple[int, int, int, int, list[int]]],
-    root: int,
-    name: str | None = None,
-    timeout: float = -1.0,
-) -> None: ...
+def device_memory(device: int, bytes: int) -> DeviceMemory: ...
+def read_dlpack(
+    capsule: Any,
+) -> tuple[int, int, int, tuple[int, int, int], list[int], list[int] | None, bool | None]: ...
 def gpu_count() -> int: ...
 def device_of_pointer(address: int) -> int: ...
 def buffers_match(arrays: Sequence[NDArray[Any]], verbose: bool) -> bool: ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dl_comm._arguments import arrays_of, checked_rank, checked_source, checked_tag
+from dl_comm._arguments import checked_rank, checked_source, checked_tag, host_arrays_of
 from dl_comm._checks import checked_flag, checked_name
 from dl_comm._groups import given
 from dl_comm._made import made
@@ -20,7 +20,7 @@ def send(x: Any, dest: int, tag: int, common: tuple[Any, ...]) -> Any:
     group, name, timeout, async_op = common
     members = given(group)
     checked_name(name)
-    message = (arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(tag), name, limit(timeout))
+    message = (host_arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(tag), name, limit(timeout))
     if checked_flag("async_op", async_op):
         return Work(members.handle.send(message), lambda _: None)
     members.handle.send_receive(message, None)
@@ -32,7 +32,7 @@ def recv(out: Any, source: int | None, tag: int | None, common: tuple[Any, ...])
     group, name, timeout, async_op = common
     members = given(group)
     checked_name(name)
-    message = (arrays_of(out, "out")[0], checked_source(source, members), checked_tag(tag), name, limit(timeout))
+    message = (host_arrays_of(out, "out")[0], checked_source(source, members), checked_tag(tag), name, limit(timeout))
     if checked_flag("async_op", async_op):
         return Work(members.handle.receive(message), lambda handle: Status(*handle.status()))
     return Status(*members.handle.send_receive(None, message))
@@ -51,6 +51,6 @@ def sendrecv(
     group, name, timeout = common
     checked_name(name)
     members, seconds = given(group), limit(timeout)
-    sent = (arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(send_tag), name, seconds)
-    received = (arrays_of(out, "out")[0], checked_source(source, members), checked_tag(recv_tag), name, seconds)
+    sent = (host_arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(send_tag), name, seconds)
+    received = (host_arrays_of(out, "out")[0], checked_source(source, members), checked_tag(recv_tag), name, seconds)
     return Status(*members.handle.send_receive(sent, received))

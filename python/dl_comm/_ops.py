@@ -1,4 +1,4 @@
-"""Collectives on NumPy arrays and numbers, on all ranks or on a group.
+"""Collectives on NumPy arrays, arrays in GPU memory and numbers, on all ranks or on a group.
 
 Tensors of a framework go to its binding.
 
@@ -28,6 +28,7 @@ from dl_comm._arguments import (
     returned,
 )
 from dl_comm._checks import checked_by_name, checked_flag, checked_name, seconds
+from dl_comm._cuda_arrays import any_on_gpu, in_core, with_axis
 from dl_comm._errors import ArgumentError
 from dl_comm._groups import Group, is_of_all
 from dl_comm._groups import given as members
@@ -82,7 +83,7 @@ class _Call:
         factors: tuple[float, float] = NO_FACTORS,
     ) -> Any:
         """Runs or starts the call; ``result`` makes the caller's result once it has ended."""
-        what = (self.kind.code, operator, root, blocks, sources, destinations)
+        what = (self.kind.code, operator, root, blocks, *in_core(sources, destinations))
         spec = (*what, *counts, self.name, self.timeout, factors, self.by_name)
         handle = self.group.handle
         if self.async_op:
@@ -172,8 +173,10 @@ def reduce(x: Any, root: int, op: str, common: tuple[Any, ...]) -> Any:
 def all_gather(x: Any, counts: Sequence[int] | None, ragged: bool, return_counts: bool, common: tuple[Any, ...]) -> Any:
     call = _Call(AllGather, *common)
     if checked_flag("ragged", ragged) and counts is None:
-        return call.run_unknown(x, [np.atleast_1d(array) for array in arrays_of(x)[0]], None, return_counts)
-    return _gathered(call, x, None, counts, False, return_counts)
+        arrays = [with_axis(array) for array in arrays_of(x)[0]]
+        if not any_on_gpu(arrays):
+            return call.run_unknown(x, arrays, None, return_counts)
+    return _gathered(call, x, None, counts, ragged, return_counts)
 
 
 @made(Gather)
@@ -186,7 +189,7 @@ def _gathered(
     call: _Call, x: Any, root: int | None, counts: Sequence[int] | None, ragged: bool, return_counts: bool = False
 ) -> Any:
     """Joins arrays on rank ``root``; None: on all ranks."""
-    arrays = [np.atleast_1d(array) for array in arrays_of(x)[0]]
+    arrays = [with_axis(array) for array in arrays_of(x)[0]]
     rows = _rows(call, arrays, counts, ragged)
     counted = (in_elements(rows, arrays[0]), None)
     if root is not None and call.group.rank != root:
@@ -246,7 +249,9 @@ def all_to_all(
     call = _Call(AllToAll, *common)
     arrays, _ = arrays_of(x)
     if send_counts is not None and receive_counts is None:
-        return call.run_unknown(x, arrays, _sent(send_counts, call.group, arrays), return_counts)
+        if not any_on_gpu(arrays):
+            return call.run_unknown(x, arrays, _sent(send_counts, call.group, arrays), return_counts)
+        receive_counts = call.before(AllToAll, checked_counts(send_counts, call.group, arrays), "counts")
     with_counts = checked_flag("return_counts", return_counts)
     if send_counts is None:
         if receive_counts is not None:
@@ -291,12 +296,13 @@ def broadcast_in(
     timeout: float | None = None,
     async_op: bool = False,
     by_name: bool = False,
-    result: Any = None,
+    result: Callable[[list[Any]], Any] = list,
+    into: list[Any] | None = None,
 ) -> Any:
-    """Copies arrays from rank ``root`` of a group, in place; returns them, or what ``result`` makes of them."""
+    """Copies arrays from rank ``root`` of a group, in place or ``into`` others; returns ``result`` of them."""
     call = _Call(Broadcast, group, name, timeout, None, async_op, by_name)
-    make = (lambda: arrays) if result is None else (lambda: result(arrays))
-    return call.run(make, arrays, arrays, root=checked_rank(root, call.group))
+    written = arrays if into is None else into
+    return call.run(returned(None, written, result), arrays, written, root=checked_rank(root, call.group))
 
 
 @made(Barrier)

@@ -16,7 +16,7 @@ import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._agreement import failing_together
-from dl_comm._arguments import arrays_of, is_half
+from dl_comm._arguments import host_arrays_of, is_half
 from dl_comm._checks import checked_flag, checked_float, checked_int, checked_text
 from dl_comm._errors import ArgumentError, CommError, DTypeError, MismatchError, StateError
 from dl_comm._groups import Group, given
@@ -65,7 +65,7 @@ class ArrayKind:
     """NumPy arrays."""
 
     def listed(self, x: Any, argument: str) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        return arrays_of(x, argument)
+        return host_arrays_of(x, argument)
 
     def outgoing(self, array: Any) -> tuple[Any, Any]:
         return array, array

@@ -1,10 +1,11 @@
-//! NumPy arrays as buffers of the C API. Refuses arrays without plain memory or with an unknown element type.
+//! NumPy arrays as buffers of the C API. Refuses arrays without plain memory or with an unknown element type. Arrays in GPU
+//! memory are tuples that `dl_comm._cuda_arrays` makes.
 
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::api::ffi::{self, dl_comm_buffer_t};
+use crate::api::ffi::{self, dl_comm_buffer_t, dl_comm_device_t};
 use crate::api::{argument_error, dtype_error};
 
 /// `NPY_ARRAY_WRITEABLE` and `NPY_ARRAY_ALIGNED` of NumPy's C API.
@@ -33,7 +34,12 @@ pub struct Buffers {
     buffers: Vec<dl_comm_buffer_t>,
     /// The shapes that the buffers point to.
     _shapes: Vec<Box<[i64]>>,
+    /// The GPU of the arrays.
+    device: Option<Box<dl_comm_device_t>>,
 }
+
+/// An array in GPU memory: its address, the code of its element type, its shape, where it is, and what keeps the memory.
+type DeviceArray<'py> = (usize, u32, Vec<i64>, (i32, usize, bool), Bound<'py, PyAny>);
 
 // SAFETY: only the C API dereferences the pointers, while the arrays are alive.
 unsafe impl Sync for Buffers {}
@@ -70,11 +76,12 @@ impl Buffers {
             buffers.push(buffer);
             shapes.push(shape);
         }
-        Ok(Buffers { buffers, _shapes: shapes })
+        Ok(Buffers { buffers, _shapes: shapes, device: None })
     }
 
     /// The buffers of a collective, pairwise. A rank without inputs has no `sources`, one without outputs no
-    /// `destinations`. The shorter array has `blocks` blocks, of the length that the buffer gets.
+    /// `destinations`. The shorter array has `blocks` blocks, of the length that the buffer gets. All arrays are on one GPU, or
+    /// none is.
     pub fn of_call(
         py: Python<'_>,
         sources: Option<&[Bound<'_, PyAny>]>,
@@ -85,11 +92,14 @@ impl Buffers {
         if destinations.is_some_and(|list| list.len() != number) {
             return Err(argument_error(py, format!("out has another number of arrays than the {number} inputs")));
         }
-        let (mut buffers, mut shapes) = (Vec::with_capacity(number), Vec::with_capacity(number));
+        let (mut buffers, mut shapes, mut device) = (Vec::with_capacity(number), Vec::with_capacity(number), None);
         for index in 0..number {
-            let read = sources.map(|list| describe(&list[index], index, Access::Read, Types::All)).transpose()?;
-            let written =
-                destinations.map(|list| describe(&list[index], index, Access::Write, Types::All)).transpose()?;
+            let mut of = |list: &[Bound<'_, PyAny>], access| match list[index].cast::<PyTuple>() {
+                Ok(array) => on_device(array, &mut device),
+                Err(_) => describe(&list[index], index, access, Types::All),
+            };
+            let read = sources.map(|list| of(list, Access::Read)).transpose()?;
+            let written = destinations.map(|list| of(list, Access::Write)).transpose()?;
             if let (Some((one, _)), Some((other, _))) = (&read, &written)
                 && one.dtype != other.dtype
             {
@@ -123,7 +133,7 @@ impl Buffers {
             buffers.push(buffer);
             shapes.push(shape);
         }
-        Ok(Buffers { buffers, _shapes: shapes })
+        Ok(Buffers { buffers, _shapes: shapes, device })
     }
 
     /// Buffers of arrays, or of memory given by its address, elements and code of the type, whose owner the caller keeps alive.
@@ -141,7 +151,7 @@ impl Buffers {
             Err(_) => Ok(describe(object, index, access, Types::All)?.0),
         };
         let buffers = given.iter().enumerate().map(buffer).collect::<PyResult<_>>()?;
-        Ok(Buffers { buffers, _shapes: Vec::new() })
+        Ok(Buffers { buffers, _shapes: Vec::new(), device: None })
     }
 
     pub fn read_only(arrays: &[Bound<'_, PyAny>]) -> PyResult<Buffers> {
@@ -153,7 +163,12 @@ impl Buffers {
             buffers.push(buffer);
             shapes.push(shape);
         }
-        Ok(Buffers { buffers, _shapes: shapes })
+        Ok(Buffers { buffers, _shapes: shapes, device: None })
+    }
+
+    /// The GPU of the arrays as an argument of the C API; NULL for host memory.
+    pub fn device(&self) -> *const dl_comm_device_t {
+        self.device.as_deref().map_or(std::ptr::null(), std::ptr::from_ref)
     }
 
     /// The list as an argument of the C API.
@@ -171,6 +186,21 @@ impl Buffers {
 fn tuple(shape: &[i64]) -> String {
     let extents: Vec<String> = shape.iter().map(i64::to_string).collect();
     format!("({}{})", extents.join(", "), if shape.len() == 1 { "," } else { "" })
+}
+
+/// The buffer of an array in GPU memory; stores where that is.
+fn on_device(
+    array: &Bound<'_, PyTuple>,
+    device: &mut Option<Box<dl_comm_device_t>>,
+) -> PyResult<(dl_comm_buffer_t, Box<[i64]>)> {
+    let (address, dtype, shape, (ordinal, stream, block_host), _keeper) = array.extract::<DeviceArray<'_>>()?;
+    let stream = std::ptr::without_provenance_mut(stream);
+    *device = Some(Box::new(dl_comm_device_t { device: ordinal, stream, block_host: i32::from(block_host) }));
+    let data = std::ptr::without_provenance_mut(address);
+    let length = shape.iter().map(|&extent| usize::try_from(extent).unwrap_or(0)).product();
+    let ndim = i32::try_from(shape.len())?;
+    let buffer = dl_comm_buffer_t { src: data, dst: data, length, dtype, ndim, shape: std::ptr::null() };
+    Ok((buffer, shape.into()))
 }
 
 fn describe(

@@ -133,7 +133,7 @@ pub fn join(py: Python<'_>, group: Option<&Bound<'_, Group>>, timeout: f64) -> P
 }
 
 /// A call as Python describes it: collective, operator, root, the number of blocks in the shorter array, read arrays and
-/// written arrays (`None` where this rank has none), counts, name, deadline as in `dl_comm_call_t`, the factors of a scaled
+/// written arrays (`None` where this rank has none; [`Buffers::of_call`] says what they are), counts, name, deadline as in `dl_comm_call_t`, the factors of a scaled
 /// operator, and whether it matches by its name. A tuple, because reading it is fast.
 type CallSpec<'py> = (
     c_int,
@@ -183,7 +183,7 @@ impl CCall {
             receive_counts: place(&receive_counts),
             name: name.as_ptr(),
             timeout,
-            device: ptr::null(),
+            device: buffers.device(),
             prescale,
             postscale,
             done: None,
@@ -479,6 +479,9 @@ impl CMessage {
         let (arrays, peer, tag, name, timeout) = spec;
         let (read, written) = if sends { (Some(&*arrays), None) } else { (None, Some(&*arrays)) };
         let buffers = Buffers::of_call(py, read, written, 1)?;
+        if !buffers.device().is_null() {
+            return Err(argument_error(py, "messages are sent from host memory"));
+        }
         let name = c_name(name.as_ref())?;
         let raw = dl_comm_message_t {
             size: size_of::<dl_comm_message_t>(),

@@ -6,6 +6,7 @@ mod api;
 mod arrays;
 mod collectives;
 mod device;
+mod dlpack;
 mod log;
 mod memory;
 mod parameter_server;
@@ -364,7 +365,8 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(collectives::group_of_team, module)?,
         wrap_pyfunction!(parameter_server::create_parameter_server, module)?,
         wrap_pyfunction!(device::average_on, module)?,
-        wrap_pyfunction!(device::broadcast_on, module)?,
+        wrap_pyfunction!(dlpack::device_memory, module)?,
+        wrap_pyfunction!(dlpack::read_dlpack, module)?,
         wrap_pyfunction!(device::gpu_count, module)?,
         wrap_pyfunction!(device::device_of_pointer, module)?,
         wrap_pyfunction!(log::log_to, module)?,

@@ -110,6 +110,16 @@ class Array:
         call("cuMemFreeHost", self._pinned)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The extents."""
+        return self.host.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The element type."""
+        return self.host.dtype
+
+    @property
     def _handle(self) -> ctypes.c_void_p:
         return self.stream.handle if self.stream else ctypes.c_void_p(0)
 

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -332,26 +331,18 @@ def test_what_differs_between_ranks_is_told_and_nothing_moves() -> None:
 
 def test_bad_input_is_refused_and_the_next_call_works() -> None:
     array, other = Array(np.ones(4, "f4"), Stream()), Array(np.ones(5, "f4"), Stream())
-    with pytest.raises(dl_comm.ArgumentError, match="source and destination differ"):
+    with pytest.raises(dl_comm.ArgumentError, match=r"out: array 0 has the shape \(5,\)"):
         dl_comm.gradients([array], out=[other])
     with pytest.raises(dl_comm.ArgumentError, match="some arrays are in GPU memory"):
         dl_comm.gradients([array, np.ones(3)])
-    with pytest.raises(dl_comm.ArgumentError, match="pass out="):
-        dl_comm.gradients([array])
     with pytest.raises(dl_comm.ArgumentError, match="one list"):
         dl_comm.gradients([[array], [other]], out=[[array], [other]])
     with pytest.raises(dl_comm.ArgumentError, match="share memory"):
         dl_comm.gradients([array, array], out=[array, array])
     with pytest.raises(dl_comm.ArgumentError, match="different streams"):
         dl_comm.gradients([array, other], out=[array, other])
-    # As JAX's arrays: version 2 has no streams.
-    unordered = Array(np.ones(4, "f4"), Stream())
-    interface = {key: value for key, value in unordered.__cuda_array_interface__.items() if key != "stream"}
-    unnamed = SimpleNamespace(__cuda_array_interface__={**interface, "version": 2})
-    with pytest.raises(dl_comm.ArgumentError, match="does not name its stream"):
-        dl_comm.gradients([unnamed], out=[array])
-    odd = Array(np.ones(3, "c8"), Stream())
-    with pytest.raises(dl_comm.DTypeError, match="<c8"):
+    odd = Array(np.ones(3, "?"), Stream())
+    with pytest.raises(dl_comm.DTypeError, match="bool"):
         dl_comm.gradients([odd], out=[odd])
     dl_comm.gradients([array], out=[array])
     assert (array.get() == 1).all()

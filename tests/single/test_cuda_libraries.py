@@ -1,17 +1,14 @@
-"""Which CUDA libraries the core loads from Python's packages, and new arrays of other libraries."""
+"""Which CUDA libraries the core loads from Python's packages."""
 
 from __future__ import annotations
 
 import ctypes
-import sys
 import sysconfig
-import types
 from pathlib import Path
 
 import pytest
 
-import dl_comm
-from dl_comm import _cuda, _cuda_arrays
+from dl_comm import _cuda
 
 
 def test_nvrtc_must_not_be_newer_than_the_driver() -> None:
@@ -52,18 +49,3 @@ def test_the_newest_compatible_version_is_loaded_unless_the_user_selects_one(
     (chosen / "libnccl.so.2").touch()
     monkeypatch.setenv("LD_LIBRARY_PATH", str(chosen))
     assert loaded(None) == ["cu13/lib/libnvrtc.so.13"]
-
-
-def test_new_arrays_are_those_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy's arrays have no namespace of the array API."""
-
-    class Array:
-        __module__ = "arrays_of_a_gpu.core"
-
-    library = types.ModuleType("arrays_of_a_gpu")
-    monkeypatch.setitem(sys.modules, library.__name__, library)
-    with pytest.raises(dl_comm.ArgumentError, match="cannot make arrays like a Array"):
-        _cuda_arrays._like(Array())
-    monkeypatch.setattr(library, "empty_like", lambda array: [array], raising=False)
-    array = Array()
-    assert _cuda_arrays._like(array) == [array]

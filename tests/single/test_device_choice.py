@@ -88,9 +88,11 @@ import ctypes, sys
 import dl_comm
 from dl_comm._dl_comm import average_on
 
+array = (4096, 2, [4], (0, 0, False), None)  # an address and no more
+
 dl_comm.init()
 try:
-    average_on(0, 0, [(4096, 4096, 4, 2, [4])], 0)
+    average_on([array], [array], 0)
     print("no error")
 except dl_comm.CommError as error:
     print("reported:", error)

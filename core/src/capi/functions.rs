@@ -402,6 +402,37 @@ pub unsafe extern "C" fn dl_comm_result_free(memory: *mut c_void) {
     });
 }
 
+/// `dl_comm_device_alloc` of `dl_comm.h`.
+///
+/// # Safety
+/// `memory` is valid for the address.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_device_alloc(device: c_int, bytes: usize, memory: *mut *mut c_void) -> c_int {
+    status(|| {
+        let address = gpu::alloc(&*gpu::Context::for_device(device)?, bytes.max(1))?;
+        let address =
+            usize::try_from(address).map_err(|_| Error::Internal("an address is longer than a word".into()))?;
+        // SAFETY: the caller's promise.
+        unsafe { *memory = ptr::without_provenance_mut(address) };
+        Ok(())
+    })
+}
+
+/// `dl_comm_device_free` of `dl_comm.h`.
+///
+/// # Safety
+/// The memory is from [`dl_comm_device_alloc`] for this GPU or NULL, and is not used any more.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_device_free(device: c_int, memory: *mut c_void) -> c_int {
+    status(|| {
+        if memory.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { gpu::free(&*gpu::Context::for_device(device)?, memory.addr() as gpu::Address) }
+    })
+}
+
 /// `dl_comm_average_on` of `dl_comm.h`.
 ///
 /// # Safety

@@ -27,5 +27,5 @@ pub use nccl::{
     Communicator, NcclBuffers, NcclOperation, RedOp, UniqueId, reduces as nccl_reduces, version as nccl_version,
 };
 pub use peer_imports::PeerImports;
-pub use pinned::{DeviceBuffer, PinnedHostBuffer, device_of_pointer, is_loaded};
+pub use pinned::{DeviceBuffer, PinnedHostBuffer, alloc, device_of_pointer, free, is_loaded};
 pub use stream::{CallerStream, Event, RawStream, Stream, order_streams};

@@ -20,9 +20,7 @@ pub struct DeviceBuffer {
 impl DeviceBuffer {
     /// Allocates `len` bytes; `len` is not 0.
     pub fn new(context: &Arc<Context>, len: usize) -> Result<DeviceBuffer> {
-        let _guard = context.push()?;
-        // SAFETY: the memory is written before it is read.
-        let address = check(&format!("taking {len} bytes of a GPU's memory"), unsafe { result::malloc_sync(len) })?;
+        let address = alloc(context, len)?;
         Ok(DeviceBuffer { context: Arc::clone(context), address, len })
     }
 
@@ -44,6 +42,23 @@ impl Drop for DeviceBuffer {
             unsafe { sys::cuMemFree_v2(self.address) };
         }
     }
+}
+
+/// Allocates `len` bytes, not 0, of the memory of a GPU.
+pub fn alloc(context: &Context, len: usize) -> Result<Address> {
+    let _guard = context.push()?;
+    // SAFETY: the memory is written before it is read.
+    check(&format!("taking {len} bytes of a GPU's memory"), unsafe { result::malloc_sync(len) })
+}
+
+/// Frees memory of [`alloc`]. The driver waits for the enqueued work of the GPU.
+///
+/// # Safety
+/// The memory is from [`alloc`] with this context, and only enqueued work uses it.
+pub unsafe fn free(context: &Context, address: Address) -> Result<()> {
+    let _guard = context.push()?;
+    // SAFETY: the caller's promise.
+    check("freeing a GPU's memory", unsafe { sys::cuMemFree_v2(address) }.result())
 }
 
 /// Whether the process has loaded the driver library. Loads nothing.
