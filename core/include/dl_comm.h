@@ -279,8 +279,8 @@ struct dl_comm_device;
  * - `flags`: 0, or DL_COMM_BY_NAME and DL_COMM_ON_WAIT added.
  * - `name`: part of the signature and of messages; may be NULL.
  * - `timeout`: the deadline in seconds; 0 for the group's, negative for none.
- * - `device`: the GPU of the tensors; NULL for host memory. Without NCCL, all but ALLREDUCE and BROADCAST go through
- *   host memory.
+ * - `device`: the GPU of the tensors; NULL for host memory. Without NCCL and between hosts, all but ALLREDUCE and
+ *   BROADCAST go through host memory.
  * - `done`: dl_comm_start only; called once when the call has ended, with 0 or an error code and its message, on a
  *   thread of the group, or on one that starts the call or waits for it. It must not block, and may start calls.
  *   dl_comm_wait and dl_comm_test of other threads see the end after `done` has returned.

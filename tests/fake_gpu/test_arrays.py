@@ -258,10 +258,9 @@ def test_what_was_freed_is_given_back_by_later_long_calls() -> None:
 
 
 def test_a_call_asks_the_driver_about_its_own_memory_and_little_else() -> None:
-    arrays = [Array(np.ones(40_000, "f4"), Stream() if index == 0 else None) for index in range(40)]
-    for array in arrays:
-        array.stream = arrays[0].stream
-    one = [Array(np.ones(700_000, "f4"), arrays[0].stream)]
+    stream = Stream()
+    arrays = [Array(np.ones(40_000, "f4"), stream) for _ in range(40)]
+    one = [Array(np.ones(700_000, "f4"), stream)]
     for given in (arrays, one, arrays, one):
         dl_comm.gradients(given, out=given)
     for given in (arrays, one):

@@ -1,7 +1,7 @@
 """Every collective on arrays of the fake GPU, against NumPy; run on 1, 2 and 3 ranks by test_device.py.
 
 ``PATH_EXPECTED`` names the path that the calls are to take. With ``nccl`` the tests also check which calls NCCL runs:
-those that go through host memory enqueue copies.
+those that go through host memory enqueue copies. With ``ipc`` no call without factors does.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ def job() -> Iterator[None]:
 
 def uses_nccl() -> bool:
     return dl_comm.size() > 1 and os.environ["PATH_EXPECTED"] == "nccl"
+
+
+def uses_kernels() -> bool:
+    return dl_comm.size() > 1 and os.environ["PATH_EXPECTED"] == "ipc"
 
 
 def numbers(rank: int, length: int, dtype: str) -> np.ndarray:
@@ -140,6 +144,9 @@ def check(
             assert copies <= own_block, what
         elif operator != SUM or dtype in ("c8", "c16"):
             assert copies > 0, what
+    if uses_kernels() and sum(lengths) < 20_000:
+        # Longer lists of items are copied.
+        assert copies == 0, what
     given.free()
     got.free()
 
@@ -341,6 +348,53 @@ def test_long_calls_in_flight(length: int) -> None:
         np.testing.assert_array_equal(got.get(), expected, err_msg=str(step))
         given.free()
         got.free()
+
+
+def operators(dtype: str) -> list[int]:
+    """Those that the type has."""
+    kind = np.dtype(dtype).kind
+    bits, ordered = [BIT_AND, BIT_OR, BIT_XOR], [SUM, MEAN, MIN, MAX, PRODUCT]
+    return {"b": bits, "c": [SUM, MEAN], "f": ordered}.get(kind, [*ordered, *bits])
+
+
+def any_values(dtype: str, length: int) -> np.ndarray:
+    """Any values of integers, also those whose sums and products wrap around; NaN, infinities and zeros of floats."""
+    random = np.random.default_rng(dl_comm.rank())
+    kind = np.dtype(dtype).kind
+    if kind == "b":
+        return random.integers(0, 2, length).astype(dtype)
+    if kind in "iu":
+        return random.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, length, dtype, endpoint=True)
+    values = random.standard_normal(length * (2 if kind == "c" else 1)).astype(
+        {"c8": "f4", "c16": "f8"}.get(dtype, dtype)
+    )
+    if kind == "f":
+        special = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0], dtype)
+        values[::5] = special[random.integers(0, len(special), len(values[::5]))]
+    return values.view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reductions_have_the_bits_of_those_in_host_memory(dtype: str) -> None:
+    """By kernels, if not by NCCL: no data is copied to the host. The sign and the payload of a NaN may differ."""
+    names = ("sum", "mean", "min", "max", "product", "bit_and", "bit_or", "bit_xor")
+    for operator in operators(dtype):
+        for length in (1, 7001, 70_001):
+            data = any_values(dtype, length)
+            with np.errstate(all="ignore"):
+                expected = dl_comm.allreduce(data, names[operator])
+            array, before = Array(data), counters()[3]
+            lists = [(array.address.value, array.address.value, length, DTYPES[dtype])]
+            work = DeviceWork(ALLREDUCE, lists, place(), reduce=operator, name=f"{operator} {dtype} {length}")
+            assert work.wait() == 0
+            copies, found = counters()[3] - before, array.get()
+            if uses_kernels() and length < 20_000:
+                assert copies == 0, (operator, length)
+            if not uses_nccl():
+                np.testing.assert_array_equal(found, expected, err_msg=f"{operator} {length}")
+                if operator in (MIN, MAX):
+                    assert found.tobytes() == expected.tobytes(), (operator, length)
+            array.free()
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])

@@ -170,11 +170,15 @@ fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, (stop, fil
 
 /// The mean of `dtype` in the core; with `precise`, sums are float64.
 fn mean_of(dtype: DType, precise: bool) -> Reduction {
-    Reduction { op: ReduceOp::Mean, dtype, acc_f64: precise, wire_is_acc: false, divisor: 1 }
+    reduction_of(ReduceOp::Mean, dtype, precise)
 }
 
-/// The mean by the core's reduction.
-fn mean(reduction: Reduction, sources: &[Buffer], count: usize, divisor: u32) -> Vec<u8> {
+fn reduction_of(op: ReduceOp, dtype: DType, precise: bool) -> Reduction {
+    Reduction { op, dtype, acc_f64: precise, wire_is_acc: false, divisor: 1 }
+}
+
+/// What the core makes of the sources.
+fn reduced(reduction: Reduction, sources: &[Buffer], count: usize, divisor: u32) -> Vec<u8> {
     let sources: Vec<*const u8> = sources.iter().map(|source| source.content().as_ptr()).collect();
     let mut out = vec![0; count * reduction.dtype.size()];
     // SAFETY: all have `count` elements.
@@ -296,7 +300,7 @@ fn check(name: &str, reduction: Reduction, case: &Case) {
     let (dtype, size) = (reduction.dtype, reduction.dtype.size());
     let pieces = pieces(case, &mut Random(case.seed), dtype);
     let wanted: Vec<Vec<u8>> =
-        pieces.iter().map(|piece| mean(reduction, &piece.sources, piece.count, case.divisor)).collect();
+        pieces.iter().map(|piece| reduced(reduction, &piece.sources, piece.count, case.divisor)).collect();
     let before: Vec<Vec<Buffer>> = pieces.iter().map(|piece| piece.sources.clone()).collect();
     launch(name, &pieces, case.divisor, &case.cut);
     for ((piece, wanted), before) in pieces.iter().zip(&wanted).zip(&before) {
@@ -318,19 +322,54 @@ fn check(name: &str, reduction: Reduction, case: &Case) {
     }
 }
 
-const KERNELS: [(&str, DType, bool); 11] = [
-    ("average_f32", DType::F32, false),
-    ("average_f64", DType::F64, false),
-    ("average_f16", DType::F16, false),
-    ("average_bf16", DType::BF16, false),
-    ("average_i8", DType::I8, false),
-    ("average_u8", DType::U8, false),
-    ("average_i32", DType::I32, false),
-    ("average_i64", DType::I64, false),
-    ("average_f32_precise", DType::F32, true),
-    ("average_f16_precise", DType::F16, true),
-    ("average_bf16_precise", DType::BF16, true),
+/// Floating types with the suffixes of their kernels, and whether accumulators are float64.
+const FLOATS: [(&str, DType, bool); 7] = [
+    ("f32", DType::F32, false),
+    ("f64", DType::F64, false),
+    ("f16", DType::F16, false),
+    ("bf16", DType::BF16, false),
+    ("f32_precise", DType::F32, true),
+    ("f16_precise", DType::F16, true),
+    ("bf16_precise", DType::BF16, true),
 ];
+const INTEGERS: [(&str, DType, bool); 8] = [
+    ("i8", DType::I8, false),
+    ("u8", DType::U8, false),
+    ("i16", DType::I16, false),
+    ("u16", DType::U16, false),
+    ("i32", DType::I32, false),
+    ("u32", DType::U32, false),
+    ("i64", DType::I64, false),
+    ("u64", DType::U64, false),
+];
+/// Of integers modulo a power of two.
+const RESIDUES: [(&str, DType, bool); 8] = [
+    ("bits8", DType::I8, false),
+    ("bits8", DType::U8, false),
+    ("bits16", DType::I16, false),
+    ("bits16", DType::U16, false),
+    ("bits32", DType::I32, false),
+    ("bits32", DType::U32, false),
+    ("bits64", DType::I64, false),
+    ("bits64", DType::U64, false),
+];
+
+/// The kernels that write elements, and the reductions that they are.
+fn kernels() -> Vec<(String, Reduction)> {
+    let plain = FLOATS[..4].iter().chain(&INTEGERS);
+    let of = |what: &str, op, &(suffix, dtype, precise): &(&str, DType, bool)| {
+        (format!("{what}_{suffix}"), reduction_of(op, dtype, precise))
+    };
+    let mut kernels: Vec<_> = FLOATS.iter().chain(&INTEGERS).map(|each| of("average", ReduceOp::Mean, each)).collect();
+    kernels.extend(plain.clone().map(|each| of("min", ReduceOp::Min, each)));
+    kernels.extend(plain.map(|each| of("max", ReduceOp::Max, each)));
+    kernels.extend(FLOATS.iter().chain(&RESIDUES).map(|each| of("product", ReduceOp::Product, each)));
+    let bits = [("bit_and", ReduceOp::BitAnd), ("bit_or", ReduceOp::BitOr), ("bit_xor", ReduceOp::BitXor)];
+    kernels.extend(bits.map(|(name, op)| (name.to_owned(), reduction_of(op, DType::U8, false))));
+    // Sums of integers are means with the divisor 1.
+    kernels.extend(INTEGERS.iter().map(|each| of("average", ReduceOp::Sum, each)));
+    kernels
+}
 
 fn cases() -> impl Strategy<Value = Case> {
     let divisor = prop_oneof![6 => 1u32..=17, 1 => 1u32..=i32::MAX as u32, 1 => Just(i32::MAX as u32)];
@@ -356,8 +395,9 @@ proptest! {
 
     #[test]
     fn kernels_give_the_same_bits_as_the_core(case in cases()) {
-        for (name, dtype, precise) in KERNELS {
-            check(name, mean_of(dtype, precise), &case);
+        for (name, reduction) in kernels() {
+            let case = if reduction.op == ReduceOp::Sum { Case { divisor: 1, ..case.clone() } } else { case.clone() };
+            check(&name, reduction, &case);
         }
     }
 
@@ -434,9 +474,9 @@ proptest! {
 #[test]
 fn a_set_stop_flag_prevents_all_other_writes() {
     let cut = Cut { items: vec![100], blocks: 2, threads: 32, inside: true };
-    let all = KERNELS.iter().map(|&(name, dtype, _)| (name, dtype, dtype.size()));
-    let sums = SUMS.iter().map(|&(name, dtype, precise)| (name, dtype, mean_of(dtype, precise).acc_size()));
-    for (name, dtype, made) in all.chain(sums).chain([("copy_bytes", DType::U8, 1)]) {
+    let all = kernels().into_iter().map(|(name, Reduction { dtype, .. })| (name, dtype, dtype.size()));
+    let sums = SUMS.iter().map(|&(name, dtype, precise)| (name.into(), dtype, mean_of(dtype, precise).acc_size()));
+    for (name, dtype, made) in all.chain(sums).chain([("copy_bytes".into(), DType::U8, 1)]) {
         for (word, fills, nsources) in
             [(0u32, 0, 1), (1, 0, 1), (1 << 31, 0, 1), (0, 1, 1), (1, 1, 1), (0, 1, 0), (1, 1, 0)]
         {
@@ -446,7 +486,7 @@ fn a_set_stop_flag_prevents_all_other_writes() {
             let sources = vec![Buffer::new(&vec![1; 1000 * dtype.size()], 0); nsources];
             let target = Target::Apart(Buffer::new(&vec![0x11; 1000 * made], 0));
             let pieces = [Piece { sources, targets: vec![target], count: 1000 }];
-            launch_with(name, &pieces, 1, &cut, (device(&[word; 64]), fills == 1));
+            launch_with(&name, &pieces, 1, &cut, (device(&[word; 64]), fills == 1));
             let content = pieces[0].target(0).content();
             let all = |value: u8| content.iter().all(|byte| *byte == value);
             assert_eq!(all(0x11), if word == 0 { nsources == 0 } else { fills == 0 }, "{name}, {word}");
@@ -457,20 +497,20 @@ fn a_set_stop_flag_prevents_all_other_writes() {
 
 /// Full items in full blocks, so that each thread has several vectors in flight.
 #[test]
-fn full_items_are_averaged() {
+fn full_items_are_reduced() {
     let cut = Cut { items: vec![32768], blocks: 2, threads: 256, inside: false };
     for nsources in [1, 2, 3, 4, 8, 9] {
-        for (name, dtype, precise) in KERNELS {
+        for (name, reduction) in kernels() {
             let case = Case {
                 seed: 7,
                 counts: vec![2 * 32768 + 5],
                 nsources,
                 ntargets: 2,
-                divisor: nsources as u32,
+                divisor: if reduction.op == ReduceOp::Sum { 1 } else { nsources as u32 },
                 alignment: 1,
                 cut: cut.clone(),
             };
-            check(name, mean_of(dtype, precise), &case);
+            check(&name, reduction, &case);
         }
     }
 }
@@ -480,13 +520,12 @@ fn full_items_are_averaged() {
 fn every_two_byte_float_converts_both_ways() {
     let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
     let cut = Cut { items: vec![32768], blocks: 1, threads: 64, inside: true };
-    for (name, dtype, precise) in KERNELS.into_iter().filter(|(_, dtype, _)| dtype.size() == 2) {
+    for (name, reduction) in kernels().into_iter().filter(|(_, reduction)| reduction.dtype.size() == 2) {
         let source = Buffer::new(&all, 0);
-        let reduction = mean_of(dtype, precise);
-        let wanted = mean(reduction, std::slice::from_ref(&source), 1 << 16, 1);
+        let wanted = reduced(reduction, std::slice::from_ref(&source), 1 << 16, 1);
         let target = Target::Apart(Buffer::new(&vec![0; all.len()], 0));
         let pieces = [Piece { sources: vec![source], targets: vec![target], count: 1 << 16 }];
-        launch(name, &pieces, 1, &cut);
+        launch(&name, &pieces, 1, &cut);
         for (i, (got, wanted)) in pieces[0].target(0).content().chunks(2).zip(wanted.chunks(2)).enumerate() {
             assert_eq!(number(got), number(wanted), "{name}: {i:#x}");
         }

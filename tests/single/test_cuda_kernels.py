@@ -44,15 +44,23 @@ def nvrtc(version: str) -> Nvrtc:
         pytest.skip(f"needs NVRTC {version}: {absent}")
 
 
+# The first part of the names of a source's kernels, the list of their last parts, and further names.
+NAMES = {
+    "allreduce_mean.cu": ("average_", "TYPES", ["copy_bytes"]),
+    "allreduce_integers.cu": ("average_", "OTHER_INTEGERS", []),
+    "allreduce_min.cu": ("min_", "ORDERED_TYPES", []),
+    "allreduce_max.cu": ("max_", "ORDERED_TYPES", []),
+    "allreduce_product.cu": ("product_", "PRODUCT_TYPES", []),
+    "allreduce_bits.cu": ("", "BIT_OPERATORS", []),
+    "reduce_sum.cu": ("sum_", "TYPES", []),
+}
+
+
 def kernels(source: str) -> list[str]:
-    """The source with the list of types."""
-    types = re.findall(r"X\((\w+), \w+\)", HEADERS["types.cuh"].split("#define DL_COMM_TYPES(X)")[1])
-    assert len(types) == 11
-    return (
-        [f"average_{each}" for each in types] + ["copy_bytes"]
-        if source == "allreduce_mean.cu"
-        else [f"sum_{each}" for each in types]
-    )
+    """The kernels of the source, by the lists of types."""
+    first, types, more = NAMES[source]
+    listed = HEADERS["types.cuh"].split(f"#define DL_COMM_{types}(X)")[1].split("#define")[0]
+    return [f"{first}{each}" for each in re.findall(r"X\((\w+), [^\n]+\)", listed)] + more
 
 
 def bodies(ptx: str) -> dict[str, str]:
@@ -103,15 +111,16 @@ def assert_exact_in_registers(name: str, ptx: str) -> None:
 
 
 def test_the_ptx_has_the_expected_instructions(nvrtc: Nvrtc) -> None:
-    result = compiled(nvrtc, "allreduce_mean.cu", "compute_80")
-    assert not result.cubin
-    for name, ptx in bodies(result.ptx).items():
+    results = {source: compiled(nvrtc, source, "compute_80") for source in SOURCES if source != "reduce_sum.cu"}
+    assert not any(result.cubin for result in results.values())
+    every = {name: ptx for result in results.values() for name, ptx in bodies(result.ptx).items()}
+    for name, ptx in every.items():
         # 16 bytes at a time; four vectors (two of two sources) are loaded before anything is stored.
         moves = re.findall(r"(ld\.global\.cs|st\.global)\.v4\.u32", ptx)
         assert "LLLLSS" in "".join("L" if move.startswith("ld") else "S" for move in moves), name
         assert_exact_in_registers(name, ptx)
     for name in ("average_f32", "average_f16", "average_bf16"):
-        assert "div.rn.f32" in bodies(result.ptx)[name], name
+        assert "div.rn.f32" in every[name], name
 
 
 def test_the_ptx_of_sums_stores_16_bytes_at_a_time(nvrtc: Nvrtc) -> None:

@@ -34,14 +34,15 @@ def memory(values):
     return Array(values, stream, alloc_async(values.nbytes) if os.environ.get("POOL") else None)
 
 arrays = [memory(np.full(n, 1 + rank, t)) for n, t in kinds]
-apart = memory(np.zeros(length, "f4"))
+apart, joined = memory(np.zeros(length, "f4")), memory(np.zeros(2 * length, "f4"))
 
-def start(out):
-    return DeviceWork(1, [(arrays[0].address.value, out.address.value, length, 2)], (gpu, stream.handle.value))
+def start(collective, out):
+    return DeviceWork(collective, [(arrays[0].address.value, out.address.value, length, 2)], (gpu, stream.handle.value))
 
 for _ in range(2):  # chooses the path, and may compile the kernels
     dl_comm.gradients(arrays, out=arrays)
-    assert start(apart).wait() == 0
+    assert start(1, apart).wait() == 0
+    assert start(5, joined).wait() == 0  # an all-gather
 assert arrays[0].get()[0] == 1.5
 dl_comm.synchronize()
 dl_comm.write_on_rank0(sys.argv[4] + "/kept", lambda path: path.write_text("before"))
@@ -52,15 +53,16 @@ if how == "late":
 if rank == 1:
     stream.sleep(2500 if how == "late" else 60000)
 dl_comm.gradients(arrays, out=arrays)
-work = start(apart)
+work, gathering = start(1, apart), start(5, joined)
 assert work.ended() == 0
+assert gathering.ended() == 0
 if how == "gone":
     open(sys.argv[4] + f"/enqueued{rank}", "w").close()
     while rank == 1 and not os.path.exists(sys.argv[4] + "/enqueued0"):
         time.sleep(0.01)
     if rank == 1:
         os.kill(os.getpid(), 9)
-found = [array.get() for array in (*arrays, apart)]
+found = [array.get() for array in (*arrays, apart, joined)]
 print(f"all NaN: {[bool(np.isnan(array).all()) for array in found if array.dtype.kind == 'f']}\\n", end="")
 def report(name, action):
     try:
@@ -102,7 +104,7 @@ def lose(fake_cuda: Path, folder: Path, path: str, length: int, how: str, end: s
     lines = re.findall(line, finished.output, re.M)
     assert sorted(lines) == (["rank 0", "rank 1"] if how == "late" else ["rank 0"]), finished.output
     ranks = len(lines)
-    assert finished.output.count("all NaN: [True, True, True, True]") == ranks, finished.output
+    assert finished.output.count("all NaN: [True, True, True, True, True]") == ranks, finished.output
     return finished
 
 

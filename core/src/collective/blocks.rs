@@ -126,7 +126,7 @@ impl Bounds {
     }
 
     /// The elements of block `index`.
-    fn block(&self, index: usize) -> Range<usize> {
+    pub(super) fn block(&self, index: usize) -> Range<usize> {
         self.0[index]..self.0[index + 1]
     }
 

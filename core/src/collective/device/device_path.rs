@@ -162,8 +162,8 @@ impl DevicePath {
     /// Whether it copies all calls that do not run in chunks to host memory; the same on all ranks.
     pub fn copies_others(&self) -> bool {
         match &self.state {
-            PathState::Ipc(_) | PathState::IpcStaged(_) | PathState::Staged => true,
-            PathState::Nccl(_) | PathState::SingleRank(_) => false,
+            PathState::IpcStaged(_) | PathState::Staged => true,
+            PathState::Ipc(_) | PathState::Nccl(_) | PathState::SingleRank(_) => false,
         }
     }
 
@@ -178,7 +178,9 @@ impl DevicePath {
     /// Runs `call`, on which the ranks agree, as far as this thread alone can. It is none for [`DevicePath::nccl`].
     pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
         let _guard = self.context.push()?;
-        if self.copies_others() && !call.op.runs_in_device_chunks() || call.layout.total() < self.staged_below {
+        // Of pairs, each rank knows only its own lengths.
+        let is_short = !call.agrees_on_length() && call.layout.total() < self.staged_below;
+        if self.copies_others() && !call.op.runs_in_device_chunks() || is_short {
             return Ok(DeviceResult::FallBackToHost);
         }
         match &mut self.state {

@@ -3,6 +3,8 @@
 //! A small call is one-shot: each rank copies its input to its bounce buffer, which all ranks have open, and computes
 //! the whole result. A large call is two-shot: the ranks exchange the addresses of their tensors. Each rank reads its
 //! slice of all tensors and writes the mean to all of them, which minimizes the traffic.
+//! The collectives other than allreduces and broadcasts, of any length, run in rounds: each rank copies a part of its input
+//! to memory that all ranks have open, and takes what it needs of those of all.
 //! GPU IPC cannot open some tensors (torch's expandable segments, pools). Then a large call runs in chunks through the
 //! group's own memory, and each rank reduces its slice of a chunk for all.
 //! [Stream barriers](super::ipc_peers) separate the phases. The order of addition is that of the host path, by rank:
@@ -15,19 +17,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::batch::Launcher;
+use super::ipc_blocks::{Blocks, Part, elements};
 use super::ipc_flags::{EXPORT_WORDS, IpcUpdate, TensorAddresses};
 use super::ipc_peers::{IpcPeers, Window, all_agree};
 use super::shm_allgather::{allgather_u64, max_words};
 use super::streams::{DeviceResult, root, signal_outputs, wait_inputs};
 use crate::collective::call::Call;
 use crate::collective::channel::Channel;
-use crate::collective::operation::Op;
 use crate::collective::selection::{Limit, Selection};
-use crate::dtype::DType;
 use crate::error::Result;
 use crate::reduce::ReduceOp;
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Event, ExportUpdates, PeerImports, ReportedExports, kernel_type};
+use crate::transport::gpu::{Address, Event, ExportUpdates, PeerImports, ReportedExports};
 use crate::wire_layout::{TensorRange, slice};
 
 /// A smaller allocation would share a driver block with other memory of the process and expose that to the peers.
@@ -94,6 +95,9 @@ impl IpcPath {
 
     /// Runs a call on which all ranks agree.
     pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
+        if !call.op.is_allreduce() && !call.op.is_broadcast() {
+            return self.run_in_rounds(channel, call, wait_ctx).map(DeviceResult::Enqueued);
+        }
         let total = call.layout.total();
         if total == 0 {
             wait_inputs(call, &self.peers.stream)?;
@@ -260,12 +264,7 @@ impl IpcPath {
         call: &Call,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<DeviceResult> {
-        if matches!(self.chunks, Chunks::NotRequested) {
-            let window = self.peers.window(channel, NUM_CHUNK_BUFFERS * CHUNK_BYTES, wait_ctx)?;
-            self.chunks = window.map_or(Chunks::Unavailable, Chunks::Open);
-        }
-        let Chunks::Open(window) = &self.chunks else { return Ok(DeviceResult::FallBackToHost) };
-        let at = window.at.clone();
+        let Some(at) = self.chunk_buffers(channel, wait_ctx)? else { return Ok(DeviceResult::FallBackToHost) };
         self.calls_in_chunks += 1;
         let (me, root) = (self.peers.me, root(call, &channel.topology));
         let chunks = call.layout.total().div_ceil(CHUNK_BYTES);
@@ -297,6 +296,45 @@ impl IpcPath {
         signal_outputs(call, &self.peers.stream).map(DeviceResult::Enqueued)
     }
 
+    /// The memory of all ranks for chunks; `None` if some rank has none.
+    fn chunk_buffers(&mut self, channel: &mut Channel, wait_ctx: &WaitContext<'_>) -> Result<Option<Vec<Address>>> {
+        if matches!(self.chunks, Chunks::NotRequested) {
+            let window = self.peers.window(channel, NUM_CHUNK_BUFFERS * CHUNK_BYTES, wait_ctx)?;
+            self.chunks = window.map_or(Chunks::Unavailable, Chunks::Open);
+        }
+        Ok(if let Chunks::Open(window) = &self.chunks { Some(window.at.clone()) } else { None })
+    }
+
+    /// Any collective. Two buffers alternate, as in [`IpcPath::one_shot`]; those for long
+    /// calls are free at the end of a call.
+    fn run_in_rounds(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<Event> {
+        let (me, ranks) = (self.peers.me, self.peers.imports.len());
+        let blocks = Blocks::new(channel, call, wait_ctx)?;
+        let longest = blocks.longest_input();
+        let is_long = longest > one_shot_max(ranks);
+        let chunks = if is_long { self.chunk_buffers(channel, wait_ctx)? } else { None };
+        let len = if chunks.is_some() { CHUNK_BYTES } else { one_shot_max(ranks) };
+        let memory = chunks.clone().unwrap_or_else(|| self.peers.bounces.clone());
+        wait_inputs(call, &self.peers.stream)?;
+        for round in 0..longest.div_ceil(len) {
+            let buffer = if chunks.is_some() { round } else { self.num_one_shots } % 2;
+            self.num_one_shots += usize::from(chunks.is_none());
+            let part = Part { bytes: round * len..(round + 1) * len, at: (buffer * len) as Address, memory: &memory };
+            part.pack(&blocks, me, &mut self.launcher.batch);
+            // SAFETY: the call owns the tensors; the buffer is free, as described above.
+            unsafe { self.launcher.copy(&self.peers.stream, wait_ctx) }?;
+            self.peers.stream_barrier(channel, wait_ctx)?;
+            if call.op.has_output(me) {
+                part.take(&blocks, me, &mut self.launcher.batch);
+                self.launch(call, wait_ctx)?;
+            }
+        }
+        if chunks.is_some() {
+            self.peers.stream_barrier(channel, wait_ctx)?;
+        }
+        signal_outputs(call, &self.peers.stream)
+    }
+
     /// Packs a chunk of the tensors into its buffer of the window at `memory`, or, with `unpack`, from there.
     fn copy_chunk(
         &mut self,
@@ -317,7 +355,7 @@ impl IpcPath {
     /// Launches the kernels of the batch for `call`.
     fn launch(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let stream = &self.peers.stream;
-        let (acc_f64, copies) = (call.accumulates_f64(), call.op.is_broadcast());
+        let (acc_f64, copies) = (call.accumulates_f64(), !call.op.collective.reduces);
         let divisor = if call.op.reduce == ReduceOp::Mean { call.divisor() } else { 1 };
         self.launcher.run(divisor, stream, wait_ctx, |kernels, dtype, args| {
             // SAFETY: the call owns all ranks' tensors; between barriers each slice belongs to one rank.
@@ -325,7 +363,7 @@ impl IpcPath {
                 if copies {
                     kernels.copy(args, stream.raw())
                 } else {
-                    kernels.average(dtype, acc_f64, args, stream.raw())
+                    kernels.reduce((call.op.reduce, dtype, acc_f64), args, stream.raw())
                 }
             }
         })
@@ -342,9 +380,4 @@ fn chunk_pieces(call: &Call, chunk: usize, bytes: Range<usize>) -> impl Iterator
     let in_window = chunk % NUM_CHUNK_BUFFERS * CHUNK_BYTES;
     let offset = move |piece: &TensorRange| piece.offset - chunk * CHUNK_BYTES + in_window;
     call.layout.all_ranges(bytes).map(move |piece| TensorRange { offset: offset(&piece), ..piece })
-}
-
-/// What the kernels of `op` process for `count` elements of `dtype`: a broadcast copies bytes.
-fn elements(op: Op, dtype: DType, count: usize) -> (DType, usize) {
-    if op.is_broadcast() { (DType::U8, count * dtype.size()) } else { (kernel_type(op.reduce, dtype), count) }
 }

@@ -8,7 +8,7 @@
 //! - otherwise through host memory, in chunks, by the collectives of the host (`staged`).
 //!
 //! What a path lacks goes through host memory on all ranks: allreduces and broadcasts in chunks, the others as a whole
-//! (`host_copy`). This follows from the call, so the ranks need not agree on it.
+//! (`host_copy`). NCCL and GPU IPC on one host have every collective. This follows from the call, so the ranks need not agree on it.
 //! Functions fail with the errors of the driver, of NCCL and of the transports, and when their wait context ends. An error
 //! in a call leaves the ranks out of sync.
 //! Paths that bypass the host enqueue work and do not block: the call ends once the caller's stream waits for the
@@ -21,6 +21,7 @@ mod batch;
 mod device_path;
 mod host_copy;
 mod ipc;
+mod ipc_blocks;
 mod ipc_flags;
 mod ipc_multi_host;
 mod ipc_peers;

@@ -18,65 +18,156 @@ use crate::error::{Error, Result};
 use crate::reduce::{ReduceOp, Reduction};
 
 /// Headers that the sources include.
-const HEADERS: [(&CStr, &str); 3] = [
+const HEADERS: [(&CStr, &str); 4] = [
     (c"memory.cuh", include_str!("kernels/memory.cuh")),
     (c"types.cuh", include_str!("kernels/types.cuh")),
     (c"accumulate.cuh", include_str!("kernels/accumulate.cuh")),
+    (c"allreduce.cuh", include_str!("kernels/allreduce.cuh")),
 ];
 
-const ALLREDUCE_MEAN: &str = include_str!("kernels/allreduce_mean.cu");
-/// Compiled by the first call that needs it.
-const REDUCE_SUM: &str = include_str!("kernels/reduce_sum.cu");
+/// Kernels that are compiled together. [`Set::Means`] are always needed, the others by the first call that needs them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Set {
+    /// Frequent means, and copies of bytes.
+    Means,
+    /// Means of other integers.
+    Integers,
+    Minima,
+    Maxima,
+    Products,
+    /// Operators on bits.
+    Bits,
+    /// Undivided sums.
+    Sums,
+}
 
-/// Suffixes of the kernel names, in the order of `DL_COMM_TYPES` in the headers.
-const TYPES: [&str; 11] =
-    ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise"];
+/// The source of a set, the first part of its kernels' names, and the last parts, as in `types.cuh`.
+struct Source {
+    text: &'static str,
+    what: &'static str,
+    types: &'static [&'static str],
+}
 
-/// Index in [`TYPES`] for `dtype`; with `precise`, sums are float64. `None` for a type without kernels.
-fn type_index(dtype: DType, precise: bool) -> Option<usize> {
+const FREQUENT: &[&str] =
+    &["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise", COPY];
+const ORDERED: &[&str] = &["f32", "f64", "f16", "bf16", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"];
+/// The kernel that copies, at the end of [`Set::Means`].
+const COPY: &str = "copy_bytes";
+
+/// In the order of [`Set`].
+const SOURCES: [Source; 7] = [
+    Source { text: include_str!("kernels/allreduce_mean.cu"), what: "average_", types: FREQUENT },
+    Source {
+        text: include_str!("kernels/allreduce_integers.cu"),
+        what: "average_",
+        types: &["i16", "u16", "u32", "u64"],
+    },
+    Source { text: include_str!("kernels/allreduce_min.cu"), what: "min_", types: ORDERED },
+    Source { text: include_str!("kernels/allreduce_max.cu"), what: "max_", types: ORDERED },
+    Source {
+        text: include_str!("kernels/allreduce_product.cu"),
+        what: "product_",
+        types: &[
+            "f32",
+            "f64",
+            "f16",
+            "bf16",
+            "f32_precise",
+            "f16_precise",
+            "bf16_precise",
+            "bits8",
+            "bits16",
+            "bits32",
+            "bits64",
+        ],
+    },
+    Source { text: include_str!("kernels/allreduce_bits.cu"), what: "bit_", types: &["and", "or", "xor"] },
+    Source {
+        text: include_str!("kernels/reduce_sum.cu"),
+        what: "sum_",
+        types: FREQUENT.split_at(FREQUENT.len() - 1).0,
+    },
+];
+
+/// The last part of the names of kernels for a floating type; with `precise`, accumulators are float64.
+fn float_name(dtype: DType, precise: bool) -> Option<&'static str> {
     Some(match (dtype, precise) {
-        (DType::F32, false) => 0,
-        (DType::F64, _) => 1,
-        (DType::F16, false) => 2,
-        (DType::BF16, false) => 3,
-        (DType::I8, _) => 4,
-        (DType::U8, _) => 5,
-        (DType::I32, _) => 6,
-        (DType::I64, _) => 7,
-        (DType::F32, true) => 8,
-        (DType::F16, true) => 9,
-        (DType::BF16, true) => 10,
-        (DType::Bool | DType::I16 | DType::U16 | DType::U32 | DType::U64, _) => return None,
-        (DType::Complex64 | DType::Complex128, _) => return None,
+        (DType::F32, false) => "f32",
+        (DType::F64, _) => "f64",
+        (DType::F16, false) => "f16",
+        (DType::BF16, false) => "bf16",
+        (DType::F32, true) => "f32_precise",
+        (DType::F16, true) => "f16_precise",
+        (DType::BF16, true) => "bf16_precise",
+        _ => return None,
     })
 }
 
-/// Whether there are kernels for `reduction`: means, and sums, which are means with the divisor 1. Without kernels, it must
-/// run on the host.
+fn integer_name(dtype: DType) -> Option<&'static str> {
+    Some(match dtype {
+        DType::I8 => "i8",
+        DType::U8 => "u8",
+        DType::I16 => "i16",
+        DType::U16 => "u16",
+        DType::I32 => "i32",
+        DType::U32 => "u32",
+        DType::I64 => "i64",
+        DType::U64 => "u64",
+        _ => return None,
+    })
+}
+
+/// The kernel of an operator on elements of [`kernel_type`], as its set and the last part of its name.
+fn kernel_of(op: ReduceOp, dtype: DType, precise: bool) -> Option<(Set, &'static str)> {
+    let number = |precise| float_name(dtype, precise).or_else(|| integer_name(dtype));
+    match op {
+        ReduceOp::Sum | ReduceOp::Mean => {
+            number(precise).map(|name| (if FREQUENT.contains(&name) { Set::Means } else { Set::Integers }, name))
+        }
+        ReduceOp::Min => number(false).map(|name| (Set::Minima, name)),
+        ReduceOp::Max => number(false).map(|name| (Set::Maxima, name)),
+        ReduceOp::Product => float_name(dtype, precise)
+            .or_else(|| {
+                Some(match integer_name(dtype)? {
+                    "i8" | "u8" => "bits8",
+                    "i16" | "u16" => "bits16",
+                    "i32" | "u32" => "bits32",
+                    _ => "bits64",
+                })
+            })
+            .map(|name| (Set::Products, name)),
+        ReduceOp::BitAnd => Some((Set::Bits, "and")),
+        ReduceOp::BitOr => Some((Set::Bits, "or")),
+        ReduceOp::BitXor => Some((Set::Bits, "xor")),
+        _ => None,
+    }
+}
+
+/// Whether there are kernels for `reduction`: sums are means with the divisor 1. Without kernels, it must run on the host.
 pub fn has_kernel(reduction: Reduction) -> bool {
     let Reduction { op, dtype, acc_f64, .. } = reduction;
-    matches!(op, ReduceOp::Mean | ReduceOp::Sum) && type_index(kernel_type(op, dtype), acc_f64).is_some()
+    kernel_of(op, kernel_type(op, dtype), acc_f64).is_some()
 }
 
 /// Whether there are kernels for the undivided sums of `reduction` that the host goes on with. It has other accumulators
 /// for sums of integers.
 pub fn has_partial_kernel(reduction: Reduction) -> bool {
-    has_kernel(reduction) && (reduction.op == ReduceOp::Mean || reduction.dtype.is_float())
+    let Reduction { op, dtype, acc_f64, .. } = reduction;
+    let is_sum = op == ReduceOp::Mean || op == ReduceOp::Sum && dtype.is_float();
+    is_sum && kernel_of(op, dtype, acc_f64).is_some_and(|(set, _)| set == Set::Means)
 }
 
-/// The type whose kernel runs `op` on elements of `dtype`: sums of integers wrap around, whatever their sign.
+/// The type whose kernel runs `op` on elements of `dtype`: sums of integers wrap around, whatever their sign, and complex
+/// numbers are two elements. Operators on bits run on bytes.
 pub fn kernel_type(op: ReduceOp, dtype: DType) -> DType {
     match (op, dtype) {
         (ReduceOp::Sum, DType::U32) => DType::I32,
         (ReduceOp::Sum, DType::U64) => DType::I64,
+        (ReduceOp::Sum | ReduceOp::Mean, DType::Complex64) => DType::F32,
+        (ReduceOp::Sum | ReduceOp::Mean, DType::Complex128) => DType::F64,
+        (ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor, _) => DType::U8,
         _ => dtype,
     }
-}
-
-/// The function for `dtype`.
-fn of_type(functions: &[Function], dtype: DType, precise: bool) -> Result<Function> {
-    let function = type_index(dtype, precise).and_then(|index| functions.get(index).copied());
-    function.ok_or_else(|| Error::Internal(format!("there is no GPU kernel for {}", dtype.name())))
 }
 
 /// Threads per block; `memory.cuh` allows no more.
@@ -154,70 +245,83 @@ pub struct Kernels {
     capability: (i32, i32),
     /// Maximum number of blocks per launch.
     blocks: u32,
-    /// In the order of [`TYPES`].
-    means: Vec<Function>,
-    copy: Function,
-    sums: OnceLock<Result<Vec<Function>>>,
+    /// In the order of [`SOURCES`] and of their types.
+    sets: [OnceLock<Result<Vec<Function>>>; SOURCES.len()],
 }
 
 type Function = Handle<sys::CUfunc_st>;
 
 impl Kernels {
-    /// Compiles the kernels for `capability` and loads them into the current context.
+    /// Compiles the kernels for `capability` that are always needed, and loads them into the current context.
     pub(super) fn compile(capability: (i32, i32), multiprocessors: u32) -> Result<Kernels> {
-        let mut means = load(capability, ALLREDUCE_MEAN, "average", &["copy_bytes"])?;
-        let copy = means.pop().ok_or_else(|| Error::Internal("no kernel was asked for".into()))?;
         let blocks = multiprocessors.max(1) * BLOCKS;
-        Ok(Kernels { capability, blocks, means, copy, sums: OnceLock::new() })
+        let kernels = Kernels { capability, blocks, sets: Default::default() };
+        kernels.load(Set::Means)?;
+        Ok(kernels)
     }
 
-    /// Writes the mean of the sources of `args` to its targets. With `precise`, sums are float64.
+    /// Writes what `op` makes of the sources of `args` to its targets; `dtype` is that of [`kernel_type`]. With `precise`,
+    /// accumulators are float64. The first call of an operator may compile kernels.
     ///
     /// # Errors
     /// [`Error::System`]; [`Error::Internal`] for an element type without kernels; see [`has_kernel`].
     ///
     /// # Safety
-    /// The memory of `args` is valid and not used otherwise until the kernel has finished.
-    pub unsafe fn average(&self, dtype: DType, precise: bool, args: &Launch, stream: sys::CUstream) -> Result<()> {
+    /// The memory of `args` is valid and not used otherwise until the kernel has finished; the stream's context is current.
+    pub unsafe fn reduce(
+        &self,
+        (op, dtype, precise): (ReduceOp, DType, bool),
+        args: &Launch,
+        stream: sys::CUstream,
+    ) -> Result<()> {
+        let (set, name) = kernel_of(op, dtype, precise).ok_or_else(|| lacking(dtype))?;
         // SAFETY: the caller's promise.
-        unsafe { self.launch(of_type(&self.means, dtype, precise)?, args, stream) }
+        unsafe { self.launch(self.function(set, name)?, args, stream) }
     }
 
     /// Writes the undivided sums of the sources of `args` to its one target, with
     /// [`crate::reduce::Reduction::acc_size`] bytes per element. The first call may compile kernels.
     ///
     /// # Errors
-    /// As for [`Kernels::average`].
+    /// As for [`Kernels::reduce`].
     ///
     /// # Safety
-    /// As for [`Kernels::average`]; the stream's context is current.
+    /// As for [`Kernels::reduce`].
     pub unsafe fn sum(&self, dtype: DType, precise: bool, args: &Launch, stream: sys::CUstream) -> Result<()> {
-        let function = of_type(self.sums()?, dtype, precise)?;
+        let (_, name) = kernel_of(ReduceOp::Sum, dtype, precise).ok_or_else(|| lacking(dtype))?;
         // SAFETY: the caller's promise.
-        unsafe { self.launch(function, args, stream) }
+        unsafe { self.launch(self.function(Set::Sums, name)?, args, stream) }
     }
 
     /// Compiles the sum kernels and loads them into the current context, unless that was done before.
     pub fn load_sums(&self) -> Result<()> {
-        self.sums().map(|_| ())
+        self.load(Set::Sums).map(|_| ())
     }
 
-    fn sums(&self) -> Result<&[Function]> {
-        let sums = self.sums.get_or_init(|| load(self.capability, REDUCE_SUM, "sum", &[]));
-        sums.as_deref().map_err(Error::clone)
+    fn load(&self, set: Set) -> Result<&[Function]> {
+        let kept = &self.sets[set as usize];
+        kept.get_or_init(|| load(self.capability, &SOURCES[set as usize])).as_deref().map_err(Error::clone)
+    }
+
+    fn function(&self, set: Set, name: &str) -> Result<Function> {
+        let functions = self.load(set)?;
+        let index = SOURCES[set as usize].types.iter().position(|of| *of == name);
+        index
+            .and_then(|index| functions.get(index).copied())
+            .ok_or_else(|| Error::Internal(format!("there is no GPU kernel {}{name}", SOURCES[set as usize].what)))
     }
 
     /// Copies bytes: `args` counts bytes and has one source, or none if it only fills.
     ///
     /// # Safety
-    /// As for [`Kernels::average`].
+    /// As for [`Kernels::reduce`].
     pub unsafe fn copy(&self, args: &Launch, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.launch(self.copy, args, stream) }
+        unsafe { self.launch(self.function(Set::Means, COPY)?, args, stream) }
     }
 
     /// # Safety
-    /// As for [`Kernels::average`].
+    /// As for [`Kernels::reduce`].
     unsafe fn launch(&self, function: Function, launch: &Launch, stream: sys::CUstream) -> Result<()> {
         let Launch { args, max_blocks } = launch;
         if args.nitems == 0 {
@@ -232,16 +336,20 @@ impl Kernels {
     }
 }
 
-/// Compiles `source` for GPUs of `capability` and loads it into the current context. Returns the kernels `what`_type
-/// for each type, then those named in `more`.
-fn load((major, minor): (i32, i32), source: &str, what: &str, more: &[&str]) -> Result<Vec<Function>> {
-    let module = load_module(source, major * 10 + minor)?;
-    let find = |name: String| {
+fn lacking(dtype: DType) -> Error {
+    Error::Internal(format!("there is no GPU kernel for {}", dtype.name()))
+}
+
+/// Compiles a source for GPUs of a capability and loads it into the current context. Returns its kernels in the order of
+/// their types.
+fn load((major, minor): (i32, i32), source: &Source) -> Result<Vec<Function>> {
+    let module = load_module(source.text, major * 10 + minor)?;
+    let find = |name: &&str| {
+        let name = if *name == COPY { c_string(name) } else { c_string(&format!("{}{name}", source.what)) }?;
         // SAFETY: the module is loaded and is never unloaded.
-        check("finding a kernel", unsafe { module::get_function(module, c_string(&name)?) }).map(Handle)
+        check("finding a kernel", unsafe { module::get_function(module, name) }).map(Handle)
     };
-    let names = TYPES.iter().map(|dtype| format!("{what}_{dtype}"));
-    names.chain(more.iter().map(|&name| name.to_owned())).map(find).collect()
+    source.types.iter().map(find).collect()
 }
 
 /// The module of `source` for `architecture`, from the cache or compiled, loaded into the current context.
@@ -400,25 +508,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reductions_without_a_kernel_are_known() {
+    fn all_reductions_without_factors_have_kernels() {
         const FLOATS: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
-        let mut names = Vec::new();
-        for dtype in DType::ALL {
-            for acc_f64 in [false, true] {
-                let mean = Reduction { op: ReduceOp::Mean, dtype, acc_f64, wire_is_acc: false, divisor: 2 };
-                let index = type_index(dtype, acc_f64);
-                assert_eq!(has_kernel(mean), index.is_some(), "{mean:?}");
-                names.extend(index.map(|index| TYPES[index]));
-                assert!(!has_kernel(Reduction { op: ReduceOp::Max, ..mean }), "{dtype:?}");
-                let (is_float, sum) = (FLOATS.contains(&dtype), Reduction { op: ReduceOp::Sum, ..mean });
-                assert_eq!(has_partial_kernel(sum), is_float, "{dtype:?}");
-                let sums_too = matches!(dtype, DType::U32 | DType::U64);
-                assert_eq!(has_kernel(sum), index.is_some() || sums_too, "{dtype:?}");
+        let mut kernels = Vec::new();
+        for op in ReduceOp::ALL {
+            for dtype in DType::ALL.into_iter().filter(|dtype| op.check(*dtype).is_ok()) {
+                for acc_f64 in [false, true] {
+                    let reduction = Reduction { op, dtype, acc_f64, wire_is_acc: false, divisor: 2 };
+                    assert_eq!(has_kernel(reduction), op.factors().is_none(), "{reduction:?}");
+                    kernels.extend(kernel_of(op, kernel_type(op, dtype), acc_f64));
+                    let frequent = FLOATS.contains(&dtype)
+                        || op == ReduceOp::Mean && [DType::I8, DType::U8, DType::I32, DType::I64].contains(&dtype);
+                    let partial = frequent && [ReduceOp::Sum, ReduceOp::Mean].contains(&op);
+                    assert_eq!(has_partial_kernel(reduction), partial, "{reduction:?}");
+                }
             }
         }
-        assert!(TYPES.iter().all(|name| names.contains(name)), "{names:?}");
-        assert_eq!(type_index(DType::U16, false).or(type_index(DType::Complex64, true)), None);
-        let error = of_type(&[], DType::U32, false).unwrap_err();
-        assert!(matches!(error, Error::Internal(text) if text.contains("no GPU kernel for uint32")));
+        let all = [Set::Means, Set::Integers, Set::Minima, Set::Maxima, Set::Products, Set::Bits];
+        for (set, source) in all.into_iter().zip(&SOURCES) {
+            let known = |name: &&str| *name == COPY || kernels.contains(&(set, name));
+            assert!(source.types.iter().all(known), "{set:?}");
+            assert!(
+                kernels.iter().filter(|(of, _)| *of == set).all(|(_, name)| source.types.contains(name)),
+                "{set:?}"
+            );
+        }
+        assert_eq!(SOURCES[Set::Sums as usize].what, "sum_");
     }
 }

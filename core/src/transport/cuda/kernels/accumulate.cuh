@@ -1,49 +1,64 @@
-// Accumulators: the sums over the sources of a tensor range.
+// Accumulators: what an operator makes of the sources of a tensor range.
 #pragma once
 
 #include "types.cuh"
 
 namespace {
 
-// Sums over the vectors that all sources have at one offset.
+// What the operator of S makes of the vectors that all sources have at one offset.
 template <class S, unsigned kBytes>
 struct Accumulator {
   static constexpr unsigned kElements = kBytes / S::kSize;
-  typename S::Acc sums[kElements];
+  typename S::Acc totals[kElements];
 
-  __device__ __forceinline__ void begin() { UNROLL for (auto& sum : sums) sum = S::kIdentity; }
   __device__ __forceinline__ void begin(const Vector<kBytes>& first) {
-    UNROLL for (unsigned e = 0; e < kElements; ++e) sums[e] = S::widen(element<S::kSize>(first, e));
+    UNROLL for (unsigned e = 0; e < kElements; ++e) totals[e] = S::widen(element<S::kSize>(first, e));
   }
   __device__ __forceinline__ void add(const Vector<kBytes>& next) {
-    UNROLL for (unsigned e = 0; e < kElements; ++e) sums[e] += S::widen(element<S::kSize>(next, e));
+    UNROLL for (unsigned e = 0; e < kElements; ++e) {
+      totals[e] = S::combine(totals[e], S::widen(element<S::kSize>(next, e)));
+    }
   }
-  __device__ __forceinline__ Vector<kBytes> mean(const typename S::Divider& divider) {
-    divider.divide(sums);
+  // The elements, after the division of a mean.
+  __device__ __forceinline__ Vector<kBytes> result(const typename S::Divider& divider) {
+    divider.divide(totals);
     Vector<kBytes> result = {};
-    UNROLL for (unsigned e = 0; e < kElements; ++e) set_element<S::kSize>(result, e, S::narrow(sums[e]));
+    UNROLL for (unsigned e = 0; e < kElements; ++e) set_element<S::kSize>(result, e, S::narrow(totals[e]));
     return result;
   }
-  // The undivided sums.
+  // The accumulators as they are.
   __device__ __forceinline__ Vector<kElements * sizeof(typename S::Acc)> wide() const {
     constexpr unsigned kSize = sizeof(typename S::Acc);
     Vector<kElements * kSize> result = {};
     UNROLL for (unsigned e = 0; e < kElements; ++e) {
       if constexpr (kSize == 16) {
-        UNROLL for (unsigned w = 0; w < 4; ++w) result.word[4 * e + w] = static_cast<unsigned>(sums[e] >> 32 * w);
+        UNROLL for (unsigned w = 0; w < 4; ++w) result.word[4 * e + w] = static_cast<unsigned>(totals[e] >> 32 * w);
       } else {
-        set_element<kSize>(result, e, bits_as<typename BitsOf<kSize>::Type>(sums[e]));
+        set_element<kSize>(result, e, bits_as<typename BitsOf<kSize>::Type>(totals[e]));
       }
     }
     return result;
   }
+};
+// Of bits, a word at a time.
+template <class Operator, unsigned kBytes>
+struct Accumulator<Bitwise<Operator>, kBytes> {
+  Vector<kBytes> total;
+
+  __device__ __forceinline__ void begin(const Vector<kBytes>& first) { total = first; }
+  __device__ __forceinline__ void add(const Vector<kBytes>& next) {
+    UNROLL for (unsigned w = 0; w < sizeof next.word / 4; ++w) {
+      total.word[w] = Operator::combine(total.word[w], next.word[w]);
+    }
+  }
+  __device__ __forceinline__ Vector<kBytes> result(const Undivided&) const { return total; }
 };
 template <unsigned kBytes>
 struct Accumulator<Bytes, kBytes> {
   Vector<kBytes> copy;
 
   __device__ __forceinline__ void begin(const Vector<kBytes>& only) { copy = only; }
-  __device__ __forceinline__ Vector<kBytes> mean(const Bytes::Divider&) const { return copy; }
+  __device__ __forceinline__ Vector<kBytes> result(const Undivided&) const { return copy; }
 };
 
 // The addresses of an item's elements in all sources and targets.
@@ -79,15 +94,13 @@ __device__ __forceinline__ void fill_item(const ItemAddresses& addresses, unsign
   }
 }
 
-// Sums the vectors of all sources, `offset` bytes into the item.
+// Combines the vectors of all sources, `offset` bytes into the item.
 template <class S, unsigned kBytes>
-__device__ __forceinline__ Accumulator<S, kBytes> sum_sources(const ItemAddresses& addresses, unsigned offset) {
+__device__ __forceinline__ Accumulator<S, kBytes> combine_sources(const ItemAddresses& addresses, unsigned offset) {
   Accumulator<S, kBytes> total;
-  if constexpr (kCopies<S>) {
-    total.begin(load<kBytes>(addresses.source(0) + offset));
-  } else {
-    total.begin();
-    KEEP_LOOP for (unsigned first = 0; first < addresses.nsources; first += kGroup) {
+  total.begin(load<kBytes>(addresses.source(0) + offset));
+  if constexpr (!kCopies<S>) {
+    KEEP_LOOP for (unsigned first = 1; first < addresses.nsources; first += kGroup) {
       Vector<kBytes> loaded[kGroup];
       UNROLL for (unsigned s = 0; s < kGroup; ++s) {
         if (first + s < addresses.nsources) loaded[s] = load<kBytes>(addresses.source(first + s) + offset);

@@ -23,7 +23,8 @@ struct BlockRange {
   unsigned count;
 };
 
-// Parameters of a launch. It writes the sum of the sources divided by `divisor` (1 to 2^31 - 1) to every target.
+// Parameters of a launch. It writes what its operator makes of the sources to every target: of means, their sum divided
+// by `divisor` (1 to 2^31 - 1).
 // Without sources it only fills, and its items may be as long as `count` allows.
 struct KernelArgs {
   Address lists;  // device address of the lists; 0: they are in `table`

@@ -11,10 +11,10 @@ __device__ __forceinline__ void sum_item(const ItemAddresses& addresses, Address
   KEEP_LOOP for (unsigned s = 0; s < addresses.nsources; ++s) alignment |= addresses.source(s);
   const unsigned whole = alignment % kBytes == 0 && target % 16 == 0 ? count / kElements * kElements : 0;
   KEEP_LOOP for (unsigned i = threadIdx.x * kElements; i < whole; i += blockDim.x * kElements) {
-    store<16>(target + i * kSum, sum_sources<S, kBytes>(addresses, i * S::kSize).wide());
+    store<16>(target + i * kSum, combine_sources<S, kBytes>(addresses, i * S::kSize).wide());
   }
   KEEP_LOOP for (unsigned i = whole + threadIdx.x; i < count; i += blockDim.x) {
-    store<kSum>(target + i * kSum, sum_sources<S, S::kSize>(addresses, i * S::kSize).wide());
+    store<kSum>(target + i * kSum, combine_sources<S, S::kSize>(addresses, i * S::kSize).wide());
   }
 }
 

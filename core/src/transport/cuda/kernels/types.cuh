@@ -191,14 +191,13 @@ struct IntegerDivider {
   }
 };
 
-// Element types: size, accumulator type, identity of the sum (-0.0 for floating point, which keeps the sign of zero),
-// and conversions.
+// Element types: size, accumulator type, conversions, and the operator: sums, which are divided.
 
 template <class Float>
 struct FloatSum {
   using Acc = Float;
   using Divider = FloatDivider<Float>;
-  static constexpr Acc kIdentity = -0.0f;
+  __device__ __forceinline__ static Acc combine(Acc left, Acc right) { return left + right; }
 };
 struct F32 : FloatSum<float> {
   static constexpr unsigned kSize = 4;
@@ -236,30 +235,131 @@ struct BF16Precise : FloatSum<double> {
   __device__ __forceinline__ static unsigned narrow(Acc sum) { return f32_to_bf16(f64_to_odd_f32(sum)); }
 };
 
-// Bounds for the dividers: a sum of 8-bit integers is below 2^31 for up to 2^23 sources. A sum of 32-bit integers is
-// below 2^63, and one of 64-bit integers below 2^96, for any number of sources.
+// Bounds for the dividers: a sum of 8-bit integers is below 2^31 for up to 2^23 sources, one of 16-bit integers for up
+// to 2^15. A sum of 32-bit integers is below 2^63, and one of 64-bit integers below 2^96, for any number of sources.
 template <class Element, class Sum, class Magnitude, class By>
 struct Integer {
   using Acc = Sum;
   using Divider = IntegerDivider<Sum, Magnitude, By>;
   static constexpr unsigned kSize = sizeof(Element);
-  static constexpr Acc kIdentity = 0;
   using Bits = typename BitsOf<kSize>::Type;
   __device__ __forceinline__ static Acc widen(Bits bits) { return static_cast<Element>(bits); }
   __device__ __forceinline__ static Bits narrow(Acc sum) {
     return static_cast<Bits>(sum) & (~Bits(0) >> 8 * (sizeof(Bits) - kSize));
   }
+  __device__ __forceinline__ static Acc combine(Acc left, Acc right) { return left + right; }
 };
 using I8 = Integer<signed char, int, unsigned, Divider31>;
 using U8 = Integer<unsigned char, int, unsigned, Divider31>;
 using I32 = Integer<int, long long, unsigned long long, Divider63>;
 using I64 = Integer<long long, __int128, unsigned __int128, Divider63>;
+using I16 = Integer<short, int, unsigned, Divider31>;
+using U16 = Integer<unsigned short, int, unsigned, Divider31>;
+using U32 = Integer<unsigned, long long, unsigned long long, Divider63>;
+using U64 = Integer<unsigned long long, __int128, unsigned __int128, Divider63>;
+
+// Of the other operators.
+struct Undivided {
+  __device__ __forceinline__ explicit Undivided(unsigned) {}
+
+  template <class Acc, unsigned kCount>
+  __device__ __forceinline__ void divide(Acc (&)[kCount]) const {}
+};
+
+// Integers modulo a power of two, where signs make no difference.
+template <unsigned kBytes>
+struct Residue {
+  using Acc = typename BitsOf<kBytes>::Type;
+  static constexpr unsigned kSize = kBytes;
+  __device__ __forceinline__ static Acc widen(Acc bits) { return bits; }
+  __device__ __forceinline__ static Acc narrow(Acc acc) { return acc & (~Acc(0) >> 8 * (sizeof(Acc) - kSize)); }
+};
+template <class S>
+struct Product : S {
+  using Divider = Undivided;
+  using Acc = typename S::Acc;
+  __device__ __forceinline__ static Acc combine(Acc left, Acc right) { return left * right; }
+};
+
+// Types that are only compared, by their bits, with the rules of core/src/reduce/ordered.rs: all bits of the result are
+// those of the host, also of a NaN.
+template <unsigned kBytes>
+struct Compared {
+  using Acc = typename BitsOf<kBytes>::Type;
+  using Divider = Undivided;
+  static constexpr unsigned kSize = kBytes;
+  __device__ __forceinline__ static Acc widen(Acc bits) { return bits; }
+  __device__ __forceinline__ static Acc narrow(Acc bits) { return bits; }
+};
+template <class Element>
+struct OrderedInteger : Compared<sizeof(Element)> {
+  using Acc = typename Compared<sizeof(Element)>::Acc;
+  __device__ __forceinline__ static Acc lesser(Acc left, Acc right) {
+    return static_cast<Element>(right) < static_cast<Element>(left) ? right : left;
+  }
+  __device__ __forceinline__ static Acc greater(Acc left, Acc right) {
+    return static_cast<Element>(left) < static_cast<Element>(right) ? right : left;
+  }
+};
+// Of operands that are equal or not comparable, the result has the bits of both, or of either.
+template <class Float>
+struct OrderedFloat : Compared<sizeof(Float)> {
+  using Acc = typename Compared<sizeof(Float)>::Acc;
+  __device__ __forceinline__ static Acc lesser(Acc left, Acc right) {
+    const Float l = bits_as<Float>(left), r = bits_as<Float>(right);
+    return l < r ? left : l > r ? right : left | right;
+  }
+  __device__ __forceinline__ static Acc greater(Acc left, Acc right) {
+    const Float l = bits_as<Float>(left), r = bits_as<Float>(right);
+    return l > r ? left : l < r ? right : (left & right) | ((left | right) & (~Acc(0) >> 1));
+  }
+};
+// A 16-bit float whose infinity has these bits.
+template <unsigned kInfinite>
+struct OrderedHalf : Compared<2> {
+  // An integer in the order of the numbers: bits are sign and magnitude.
+  __device__ __forceinline__ static int key(Acc bits) {
+    const int number = static_cast<short>(bits);
+    return number ^ ((number >> 15) & 0x7fff);
+  }
+  __device__ __forceinline__ static bool is_nan(Acc bits) { return (bits & 0x7fff) > kInfinite; }
+  __device__ __forceinline__ static Acc lesser(Acc left, Acc right) {
+    return is_nan(left) || is_nan(right) ? left | right : key(left) < key(right) ? left : right;
+  }
+  __device__ __forceinline__ static Acc greater(Acc left, Acc right) {
+    return is_nan(left) || is_nan(right) ? left | right : key(left) > key(right) ? left : right;
+  }
+};
+template <class S>
+struct Min : S {
+  using Acc = typename S::Acc;
+  __device__ __forceinline__ static Acc combine(Acc left, Acc right) { return S::lesser(left, right); }
+};
+template <class S>
+struct Max : S {
+  using Acc = typename S::Acc;
+  __device__ __forceinline__ static Acc combine(Acc left, Acc right) { return S::greater(left, right); }
+};
+
+// Bytes whose bits are combined.
+template <class Operator>
+struct Bitwise {
+  using Divider = Undivided;
+  static constexpr unsigned kSize = 1;
+};
+struct And {
+  __device__ __forceinline__ static unsigned combine(unsigned left, unsigned right) { return left & right; }
+};
+struct Or {
+  __device__ __forceinline__ static unsigned combine(unsigned left, unsigned right) { return left | right; }
+};
+struct Xor {
+  __device__ __forceinline__ static unsigned combine(unsigned left, unsigned right) { return left ^ right; }
+};
 
 // Bytes, copied from one source.
 struct Bytes {
-  struct Divider {
-    __device__ __forceinline__ explicit Divider(unsigned) {}
-  };
+  using Divider = Undivided;
   static constexpr unsigned kSize = 1;
 };
 template <class S>
@@ -269,7 +369,8 @@ constexpr bool kCopies<Bytes> = true;
 
 }  // namespace
 
-// Calls X with the name and the type of every element type that has a mean.
+// Each calls X with the names and types of some kernels: of the frequent means, of the other means of integers, of
+// minima and maxima, of products, and of operators on bits.
 #define DL_COMM_TYPES(X)     \
   X(f32, F32)                \
   X(f64, F64)                \
@@ -282,3 +383,37 @@ constexpr bool kCopies<Bytes> = true;
   X(f32_precise, F32Precise) \
   X(f16_precise, F16Precise) \
   X(bf16_precise, BF16Precise)
+#define DL_COMM_OTHER_INTEGERS(X) \
+  X(i16, I16)                     \
+  X(u16, U16)                     \
+  X(u32, U32)                     \
+  X(u64, U64)
+#define DL_COMM_ORDERED_TYPES(X)         \
+  X(f32, OrderedFloat<float>)            \
+  X(f64, OrderedFloat<double>)           \
+  X(f16, OrderedHalf<0x7c00>)            \
+  X(bf16, OrderedHalf<0x7f80>)           \
+  X(i8, OrderedInteger<signed char>)     \
+  X(u8, OrderedInteger<unsigned char>)   \
+  X(i16, OrderedInteger<short>)          \
+  X(u16, OrderedInteger<unsigned short>) \
+  X(i32, OrderedInteger<int>)            \
+  X(u32, OrderedInteger<unsigned>)       \
+  X(i64, OrderedInteger<long long>)      \
+  X(u64, OrderedInteger<unsigned long long>)
+#define DL_COMM_PRODUCT_TYPES(X) \
+  X(f32, F32)                    \
+  X(f64, F64)                    \
+  X(f16, F16)                    \
+  X(bf16, BF16)                  \
+  X(f32_precise, F32Precise)     \
+  X(f16_precise, F16Precise)     \
+  X(bf16_precise, BF16Precise)   \
+  X(bits8, Residue<1>)           \
+  X(bits16, Residue<2>)          \
+  X(bits32, Residue<4>)          \
+  X(bits64, Residue<8>)
+#define DL_COMM_BIT_OPERATORS(X) \
+  X(bit_and, And)                \
+  X(bit_or, Or)                  \
+  X(bit_xor, Xor)
