@@ -474,8 +474,8 @@ int dl_comm_gpu_count(void);
 /* Returns the ordinal of the GPU that owns this memory, -1 for host memory. Not collective. */
 int dl_comm_device_of_pointer(const void* memory);
 
-/* Stores the address of `bytes` bytes of the memory of a GPU, for results. dl_comm_device_free frees it and ignores NULL;
- * like CUDA's own function it waits for the work of the GPU. Without dl_comm_init too. Not collective. */
+/* Stores the address of `bytes` bytes of the memory of a GPU, for results. dl_comm_device_free frees it and ignores
+ * NULL; like CUDA's own function it waits for the work of the GPU. Without dl_comm_init too. Not collective. */
 int dl_comm_device_alloc(int device, size_t bytes, void** memory);
 int dl_comm_device_free(int device, void* memory);
 

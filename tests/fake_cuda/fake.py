@@ -21,7 +21,7 @@ import ctypes
 import multiprocessing
 import struct
 from collections.abc import Callable, Set
-from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
+from ctypes import byref, c_double, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,7 +31,7 @@ nccl: Any = ctypes.CDLL("libnccl.so.2")
 TYPES = ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise"]
 KERNELS = [*(f"average_{name}" for name in TYPES), "copy_bytes"]
 PTX = ".version 8.0\n" + "".join(
-    f".visible .entry {name} (\n.param .b8 work[3632]\n)\n{{ ret; }}\n" for name in KERNELS
+    f".visible .entry {name} (\n.param .b8 work[3648]\n)\n{{ ret; }}\n" for name in KERNELS
 )
 
 
@@ -60,6 +60,7 @@ class Work(ctypes.Structure):
         *((name, c_ulonglong) for name in ("lists", "stop")),
         *((name, c_uint) for name in ("items", "sources", "targets", "nitems", "nsources", "ntargets", "divisor")),
         ("fills", c_uint),
+        *((name, c_double) for name in ("pre", "post")),
         ("table", c_ulonglong * 448),
     ]
 
@@ -213,7 +214,7 @@ def average(
     offsets = (0, 16, 16 + 8 * len(sources))
     table = (c_ulonglong * 448).from_buffer_copy(lists.ljust(448 * 8, b"\0") if inside else bytes(448 * 8))
     at = 0 if inside else upload(lists)
-    return Work(at, stop, *offsets, 1, len(sources), len(targets), divisor, int(fills), table)
+    return Work(at, stop, *offsets, 1, len(sources), len(targets), divisor, int(fills), 1.0, 1.0, table)
 
 
 def counters() -> list[int]:

@@ -15,6 +15,7 @@ struct KernelArgs {
   unsigned items, sources, targets;
   unsigned nitems, nsources, ntargets, divisor;
   unsigned fills;
+  double pre, post;
   unsigned long long table[448];
 };
 

@@ -1,7 +1,7 @@
 """Every collective on arrays of the fake GPU, against NumPy; run on 1, 2 and 3 ranks by test_device.py.
 
 ``PATH_EXPECTED`` names the path that the calls are to take. With ``nccl`` the tests also check which calls NCCL runs:
-those that go through host memory enqueue copies. With ``ipc`` no call without factors does.
+those that go through host memory enqueue copies. With ``ipc`` only integers with factors do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from arrays import Array, Stream, counters, use
 import dl_comm
 from device_calls import FLOAT32, DeviceWork
 from dl_comm._cuda import preload
+from dl_comm._table import SCALED as SCALED_OPERATORS
 
 GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
 MISMATCH = -4  # DL_COMM_ERROR_MISMATCH
@@ -185,6 +186,10 @@ def test_long_blocks() -> None:
     size = dl_comm.size()
     for collective in (*REDUCING, *MOVING):
         check(collective, [300_001] * size, "f4", root=size - 1)
+    # Several rounds by IPC, in which the buffers are used again.
+    for collective in (REDUCE, REDUCE_SCATTER, ALLGATHER, GATHER, SCATTER, ALLTOALL):
+        check(collective, [2_500_001] * size, "f4", root=size - 1)
+    check(GATHER, [0 if rank == 1 else 2_500_001 * rank + 7 for rank in range(size)], "f4", ragged=True)
 
 
 def test_operators_and_types_that_nccl_lacks_go_through_the_host() -> None:
@@ -279,7 +284,7 @@ def test_float64_accumulators_go_through_the_host() -> None:
         got.free()
 
 
-@pytest.mark.parametrize("length", [10, 70_000])
+@pytest.mark.parametrize("length", [10, 70_000, 2_500_000])
 def test_in_place(length: int) -> None:
     """The input, or this rank's block of the longer side, is the output."""
     rank, size, root, step = dl_comm.rank(), dl_comm.size(), dl_comm.size() - 1, 4 * length
@@ -395,6 +400,28 @@ def test_reductions_have_the_bits_of_those_in_host_memory(dtype: str) -> None:
                 if operator in (MIN, MAX):
                     assert found.tobytes() == expected.tobytes(), (operator, length)
             array.free()
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "?"])
+def test_factors_have_the_effect_that_they_have_in_host_memory(dtype: str) -> None:
+    """Those of integers go through the host."""
+    factors = (0.3, 1.7)
+    for op, operator in SCALED_OPERATORS.items():
+        if np.dtype(dtype).kind == "c" and op not in ("sum", "mean"):
+            continue
+        data = any_values(dtype, 7001)
+        with np.errstate(all="ignore"):
+            expected = dl_comm.allreduce(data, op, prescale=factors[0], postscale=factors[1])
+        array, before = Array(data), counters()[3]
+        lists = [(array.address.value, array.address.value, len(data), DTYPES[dtype])]
+        work = DeviceWork(ALLREDUCE, lists, place(), reduce=operator, factors=factors, name=f"{op} {dtype}")
+        assert work.wait() == 0
+        copies, found = counters()[3] - before, array.get()
+        if uses_kernels():
+            assert (copies == 0) == (np.dtype(dtype).kind in "fc"), op
+        tolerance = {"f2": 1e-2, "f4": 1e-5, "f8": 1e-14}.get(dtype, 0) if uses_nccl() and op == "sum" else 0
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance, err_msg=op)
+        array.free()
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])

@@ -34,6 +34,8 @@ struct KernelArgs {
     ntargets: u32,
     divisor: u32,
     fills: u32,
+    pre: f64,
+    post: f64,
     table: [u64; TABLE],
 }
 
@@ -128,6 +130,9 @@ fn items(pieces: &[Piece], cut: &Cut) -> Vec<BlockRange> {
     items
 }
 
+/// The factors of the scaled operators.
+const FACTORS: (f64, f64) = (0.3, 1.7);
+
 fn launch(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut) {
     launch_with(name, pieces, divisor, cut, (0, false));
 }
@@ -156,6 +161,8 @@ fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, (stop, fil
         targets: starts[2],
         table,
         fills: u32::from(fills),
+        pre: FACTORS.0,
+        post: FACTORS.1,
         nitems: items.len() as u32,
         nsources: nsources as u32,
         ntargets: ntargets as u32,
@@ -366,6 +373,14 @@ fn kernels() -> Vec<(String, Reduction)> {
     kernels.extend(FLOATS.iter().chain(&RESIDUES).map(|each| of("product", ReduceOp::Product, each)));
     let bits = [("bit_and", ReduceOp::BitAnd), ("bit_or", ReduceOp::BitOr), ("bit_xor", ReduceOp::BitXor)];
     kernels.extend(bits.map(|(name, op)| (name.to_owned(), reduction_of(op, DType::U8, false))));
+    let (pre, post) = FACTORS;
+    let scaled = [
+        ("scaled_average", ReduceOp::ScaledMean { pre, post }),
+        ("scaled_min", ReduceOp::ScaledMin { pre, post }),
+        ("scaled_max", ReduceOp::ScaledMax { pre, post }),
+        ("scaled_product", ReduceOp::ScaledProduct { pre, post }),
+    ];
+    kernels.extend(scaled.iter().flat_map(|(what, op)| FLOATS.iter().map(|each| of(what, *op, each))));
     // Sums of integers are means with the divisor 1.
     kernels.extend(INTEGERS.iter().map(|each| of("average", ReduceOp::Sum, each)));
     kernels

@@ -42,6 +42,22 @@ pub(super) struct Batch {
     pub fills: bool,
 }
 
+/// The numbers of a launch.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Scalars {
+    /// Of means.
+    pub divisor: u32,
+    /// The factor of each input, of a scaled operator.
+    pub pre: f64,
+    /// The factor of its result.
+    pub post: f64,
+}
+
+impl Scalars {
+    /// Those of other operators.
+    pub const NONE: Scalars = Scalars { divisor: 1, pre: 1.0, post: 1.0 };
+}
+
 /// Minimum bytes of an item: two vectors for each thread of a block.
 const MIN_ITEM_BYTES: usize = 8 << 10;
 /// About as many items fit the parameters, with the addresses of some tensors: up to twice the minimum, items are so long
@@ -165,7 +181,7 @@ impl Batch {
     }
 
     /// Parameters for all kernels of the batch, without their items; with the lists if they fit.
-    fn args(&self, divisor: u32, stop: Address) -> Result<KernelArgs> {
+    fn args(&self, scalars: Scalars, stop: Address) -> Result<KernelArgs> {
         let number = |value: usize| {
             u32::try_from(value).map_err(|_| Error::Internal("the lists of a call are too long for a kernel".into()))
         };
@@ -179,8 +195,10 @@ impl Batch {
             nitems: 0,
             nsources: number(self.shape.0)?,
             ntargets: number(self.shape.1)?,
-            divisor,
+            divisor: scalars.divisor,
             fills: 0,
+            pre: scalars.pre,
+            post: scalars.post,
             table: [0; KernelArgs::TABLE],
         };
         number(self.bytes())?;
@@ -238,7 +256,7 @@ impl Launcher {
     /// Uploads the batch, unless it fits the parameters, and calls `launch` for each kernel.
     pub fn run(
         &mut self,
-        divisor: u32,
+        scalars: Scalars,
         stream: &Stream,
         wait_ctx: &WaitContext<'_>,
         mut launch: impl FnMut(&Kernels, DType, &Launch) -> Result<()>,
@@ -246,7 +264,7 @@ impl Launcher {
         if self.batch.is_empty() {
             return Ok(());
         }
-        let args = self.batch.args(divisor, self.stop)?;
+        let args = self.batch.args(scalars, self.stop)?;
         let mut next = Launch { args, max_blocks: self.blocks };
         let index = if self.batch.fits() { None } else { Some(self.free_buffer(wait_ctx)?) };
         if let Some(UploadBuffer { host, device, .. }) = index.map(|index| &self.buffers[index]) {
@@ -276,7 +294,7 @@ impl Launcher {
     /// The memory is valid and not used otherwise until the copies have completed.
     pub unsafe fn copy(&mut self, stream: &Stream, wait_ctx: &WaitContext<'_>) -> Result<()> {
         // SAFETY: the caller's promise.
-        self.run(1, stream, wait_ctx, |kernels, _, args| unsafe { kernels.copy(args, stream.raw()) })
+        self.run(Scalars::NONE, stream, wait_ctx, |kernels, _, args| unsafe { kernels.copy(args, stream.raw()) })
     }
 
     /// Runs a batch that only fills, after all other work of `call` on `stream`.
@@ -320,7 +338,7 @@ mod tests {
         batch.start(2, 1, 100);
         batch.add(DType::F32, 5, [10, 20], [30]);
         batch.add(DType::I8, 7, [11, 21], [31]);
-        let args = batch.args(2, 99).unwrap();
+        let args = batch.args(Scalars { divisor: 2, ..Scalars::NONE }, 99).unwrap();
         assert_eq!((args.lists, args.stop, args.divisor), (0, 99, 2));
         assert_eq!((args.items, args.sources, args.targets), (0, 32, 64));
         assert_eq!(args.table[..10], [0, 5 << 32, 0, 7 << 32 | 1, 10, 20, 11, 21, 30, 31]);
@@ -329,9 +347,9 @@ mod tests {
         batch.start(1, 1, 0);
         batch.add(DType::U8, 223 * MIN_ITEM_BYTES, [1], [2]);
         assert_eq!((batch.bytes(), batch.fits()), (KernelArgs::TABLE * 8, true));
-        assert_eq!(batch.args(1, 0).unwrap().table[446..], [1, 2]);
+        assert_eq!(batch.args(Scalars::NONE, 0).unwrap().table[446..], [1, 2]);
         batch.add(DType::U8, 1, [1], [2]);
-        let args = batch.args(1, 0).unwrap();
+        let args = batch.args(Scalars::NONE, 0).unwrap();
         assert!(!batch.fits() && args.table == [0; KernelArgs::TABLE] && args.sources == 224 * 16);
         assert!(size_of::<KernelArgs>() <= 4096);
     }

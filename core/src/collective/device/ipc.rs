@@ -16,7 +16,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use super::batch::Launcher;
+use super::batch::{Launcher, Scalars};
 use super::ipc_blocks::{Blocks, Part, elements};
 use super::ipc_flags::{EXPORT_WORDS, IpcUpdate, TensorAddresses};
 use super::ipc_peers::{IpcPeers, Window, all_agree};
@@ -356,14 +356,15 @@ impl IpcPath {
     fn launch(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<()> {
         let stream = &self.peers.stream;
         let (acc_f64, copies) = (call.accumulates_f64(), !call.op.collective.reduces);
-        let divisor = if call.op.reduce == ReduceOp::Mean { call.divisor() } else { 1 };
-        self.launcher.run(divisor, stream, wait_ctx, |kernels, dtype, args| {
+        let (op, (pre, post)) = (call.op.reduce, call.op.reduce.factors().unwrap_or((1.0, 1.0)));
+        let divisor = if op.without_factors() == ReduceOp::Mean { call.divisor() } else { 1 };
+        self.launcher.run(Scalars { divisor, pre, post }, stream, wait_ctx, |kernels, dtype, args| {
             // SAFETY: the call owns all ranks' tensors; between barriers each slice belongs to one rank.
             unsafe {
                 if copies {
                     kernels.copy(args, stream.raw())
                 } else {
-                    kernels.reduce((call.op.reduce, dtype, acc_f64), args, stream.raw())
+                    kernels.reduce((op, dtype, acc_f64), args, stream.raw())
                 }
             }
         })

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use smallvec::smallvec;
 
-use super::batch::Launcher;
+use super::batch::{Launcher, Scalars};
 use super::ipc_peers::IpcPeers;
 use super::streams::{DeviceResult, root, signal_outputs, wait_inputs, wait_taken};
 use crate::collective::call::Call;
@@ -172,7 +172,7 @@ impl MultiHostIpc {
                 let sum = |kernels: &Kernels, dtype, args: &Launch| unsafe {
                     kernels.sum(dtype, acc_f64, args, stream.raw())
                 };
-                add.run(1, stream, wait_ctx, sum)?;
+                add.run(Scalars::NONE, stream, wait_ctx, sum)?;
             }
             shard_owner.summed[chunk % NUM_BUFFERS] = Some(stream.record()?);
         }

@@ -11,6 +11,7 @@ mod cache;
 mod context;
 mod driver;
 mod ipc;
+mod kernel_table;
 mod kernels;
 mod launch_order;
 mod nccl;
@@ -21,7 +22,8 @@ mod stream;
 pub use context::{Context, ContextGuard, TAKE_TURNS, has_one_queue};
 pub use driver::{Address, Handle, count};
 pub use ipc::{ExportUpdates, ExportedAllocation, IpcExports, ReportedExports};
-pub use kernels::{BlockRange, KernelArgs, Kernels, Launch, has_kernel, has_partial_kernel, kernel_type};
+pub use kernel_table::{has_kernel, has_partial_kernel, kernel_type};
+pub use kernels::{BlockRange, KernelArgs, Kernels, Launch};
 pub use launch_order::{LaunchOrder, Place};
 pub use nccl::{
     Communicator, NcclBuffers, NcclOperation, RedOp, UniqueId, reduces as nccl_reduces, version as nccl_version,

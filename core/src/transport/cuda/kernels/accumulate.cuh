@@ -11,12 +11,12 @@ struct Accumulator {
   static constexpr unsigned kElements = kBytes / S::kSize;
   typename S::Acc totals[kElements];
 
-  __device__ __forceinline__ void begin(const Vector<kBytes>& first) {
-    UNROLL for (unsigned e = 0; e < kElements; ++e) totals[e] = S::widen(element<S::kSize>(first, e));
+  __device__ __forceinline__ void begin(const Vector<kBytes>& first, const typename S::Divider& divider) {
+    UNROLL for (unsigned e = 0; e < kElements; ++e) totals[e] = divider.lift(S::widen(element<S::kSize>(first, e)));
   }
-  __device__ __forceinline__ void add(const Vector<kBytes>& next) {
+  __device__ __forceinline__ void add(const Vector<kBytes>& next, const typename S::Divider& divider) {
     UNROLL for (unsigned e = 0; e < kElements; ++e) {
-      totals[e] = S::combine(totals[e], S::widen(element<S::kSize>(next, e)));
+      totals[e] = S::combine(totals[e], divider.lift(S::widen(element<S::kSize>(next, e))));
     }
   }
   // The elements, after the division of a mean.
@@ -45,8 +45,8 @@ template <class Operator, unsigned kBytes>
 struct Accumulator<Bitwise<Operator>, kBytes> {
   Vector<kBytes> total;
 
-  __device__ __forceinline__ void begin(const Vector<kBytes>& first) { total = first; }
-  __device__ __forceinline__ void add(const Vector<kBytes>& next) {
+  __device__ __forceinline__ void begin(const Vector<kBytes>& first, const Undivided&) { total = first; }
+  __device__ __forceinline__ void add(const Vector<kBytes>& next, const Undivided&) {
     UNROLL for (unsigned w = 0; w < sizeof next.word / 4; ++w) {
       total.word[w] = Operator::combine(total.word[w], next.word[w]);
     }
@@ -57,7 +57,7 @@ template <unsigned kBytes>
 struct Accumulator<Bytes, kBytes> {
   Vector<kBytes> copy;
 
-  __device__ __forceinline__ void begin(const Vector<kBytes>& only) { copy = only; }
+  __device__ __forceinline__ void begin(const Vector<kBytes>& only, const Undivided&) { copy = only; }
   __device__ __forceinline__ Vector<kBytes> result(const Undivided&) const { return copy; }
 };
 
@@ -96,9 +96,10 @@ __device__ __forceinline__ void fill_item(const ItemAddresses& addresses, unsign
 
 // Combines the vectors of all sources, `offset` bytes into the item.
 template <class S, unsigned kBytes>
-__device__ __forceinline__ Accumulator<S, kBytes> combine_sources(const ItemAddresses& addresses, unsigned offset) {
+__device__ __forceinline__ Accumulator<S, kBytes> combine_sources(const ItemAddresses& addresses, unsigned offset,
+                                                                  const typename S::Divider& divider) {
   Accumulator<S, kBytes> total;
-  total.begin(load<kBytes>(addresses.source(0) + offset));
+  total.begin(load<kBytes>(addresses.source(0) + offset), divider);
   if constexpr (!kCopies<S>) {
     KEEP_LOOP for (unsigned first = 1; first < addresses.nsources; first += kGroup) {
       Vector<kBytes> loaded[kGroup];
@@ -106,7 +107,7 @@ __device__ __forceinline__ Accumulator<S, kBytes> combine_sources(const ItemAddr
         if (first + s < addresses.nsources) loaded[s] = load<kBytes>(addresses.source(first + s) + offset);
       }
       UNROLL for (unsigned s = 0; s < kGroup; ++s) {
-        if (first + s < addresses.nsources) total.add(loaded[s]);
+        if (first + s < addresses.nsources) total.add(loaded[s], divider);
       }
     }
   }

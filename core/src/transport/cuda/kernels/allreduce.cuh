@@ -10,7 +10,7 @@ namespace {
 template <class S, unsigned kBytes>
 __device__ __forceinline__ void reduce_vector(const ItemAddresses& addresses, unsigned offset,
                                               const typename S::Divider& divider) {
-  store_everywhere(addresses, offset, combine_sources<S, kBytes>(addresses, offset).result(divider));
+  store_everywhere(addresses, offset, combine_sources<S, kBytes>(addresses, offset, divider).result(divider));
 }
 
 // Writes the results of vectors with kSources sources, kVectors per iteration, `stride` bytes apart. Starts `offset`
@@ -27,9 +27,9 @@ __device__ __forceinline__ unsigned reduce_batches(const ItemAddresses& addresse
     }
     UNROLL for (unsigned v = 0; v < kVectors; ++v) {
       Accumulator<S, kBytes> total;
-      total.begin(loaded[0][v]);
+      total.begin(loaded[0][v], divider);
       if constexpr (kSources > 1) {
-        UNROLL for (unsigned s = 1; s < kSources; ++s) total.add(loaded[s][v]);
+        UNROLL for (unsigned s = 1; s < kSources; ++s) total.add(loaded[s][v], divider);
       }
       loaded[0][v] = total.result(divider);
     }
@@ -96,7 +96,7 @@ __device__ __forceinline__ void reduce_item(const ItemAddresses& addresses, unsi
 // The body of a thread.
 template <class S>
 __device__ __forceinline__ void reduce(const KernelArgs& args) {
-  const typename S::Divider divider(args.divisor);
+  const typename S::Divider divider(args);
   const Address lists = lists_of(args);
   KEEP_LOOP for (unsigned i = blockIdx.x; i < args.nitems; i += gridDim.x) {
     const bool stopped = is_stopped(args.stop);

@@ -34,6 +34,7 @@ struct KernelArgs {
   unsigned items, sources, targets;
   unsigned nitems, nsources, ntargets, divisor;
   unsigned fills;      // whether a stopped launch fills the rest of its targets with ones
+  double pre, post;    // the factors of the inputs and of the result, of scaled operators
   Address table[448];  // kernel parameters have at most 4 KiB
 };
 

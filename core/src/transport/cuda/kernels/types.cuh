@@ -108,16 +108,25 @@ __device__ __forceinline__ float f64_to_odd_f32(double value) {
   return widened == value ? nearest : bits_as<float>((bits - rounded_up) | 1);
 }
 
-// Divisions by one divisor, many times.
+// What a kernel does with the elements before its operator and with the result after it. Most operators do nothing
+// before, and those of sums divide by one divisor after it, many times.
+struct Unscaled {
+  template <class Acc>
+  __device__ __forceinline__ static Acc lift(Acc element) {
+    return element;
+  }
+};
 
 // Floating point: multiplies by the reciprocal of a power of two, which gives the same bits as the division.
 template <class Acc>
-struct FloatDivider {
+struct FloatDivider : Unscaled {
   Acc divisor, reciprocal;
   bool exact;
 
-  __device__ __forceinline__ explicit FloatDivider(unsigned by)
-      : divisor(static_cast<Acc>(by)), reciprocal(1 / divisor), exact((by & (by - 1)) == 0) {}
+  __device__ __forceinline__ explicit FloatDivider(const KernelArgs& args)
+      : divisor(static_cast<Acc>(args.divisor)),
+        reciprocal(1 / divisor),
+        exact((args.divisor & (args.divisor - 1)) == 0) {}
 
   template <unsigned kCount>
   __device__ __forceinline__ void divide(Acc (&sums)[kCount]) const {
@@ -175,10 +184,10 @@ struct Divider63 {
 
 // Integer division, truncated toward zero.
 template <class Acc, class Magnitude, class Divider>
-struct IntegerDivider {
+struct IntegerDivider : Unscaled {
   Divider divider;
 
-  __device__ __forceinline__ explicit IntegerDivider(unsigned by) : divider(by) {}
+  __device__ __forceinline__ explicit IntegerDivider(const KernelArgs& args) : divider(args.divisor) {}
 
   template <unsigned kCount>
   __device__ __forceinline__ void divide(Acc (&sums)[kCount]) const {
@@ -259,8 +268,8 @@ using U32 = Integer<unsigned, long long, unsigned long long, Divider63>;
 using U64 = Integer<unsigned long long, __int128, unsigned __int128, Divider63>;
 
 // Of the other operators.
-struct Undivided {
-  __device__ __forceinline__ explicit Undivided(unsigned) {}
+struct Undivided : Unscaled {
+  __device__ __forceinline__ explicit Undivided(const KernelArgs&) {}
 
   template <class Acc, unsigned kCount>
   __device__ __forceinline__ void divide(Acc (&)[kCount]) const {}
@@ -341,6 +350,45 @@ struct Max : S {
   __device__ __forceinline__ static Acc combine(Acc left, Acc right) { return S::greater(left, right); }
 };
 
+// Of floating type S with a factor of its elements, and one of the result, in the type of the accumulator.
+template <class S>
+struct Scaled : S {
+  struct Divider {
+    typename S::Acc pre, post;
+    typename S::Divider divider;
+
+    __device__ __forceinline__ explicit Divider(const KernelArgs& args)
+        : pre(static_cast<typename S::Acc>(args.pre)), post(static_cast<typename S::Acc>(args.post)), divider(args) {}
+
+    __device__ __forceinline__ typename S::Acc lift(typename S::Acc element) const { return element * pre; }
+
+    template <unsigned kCount>
+    __device__ __forceinline__ void divide(typename S::Acc (&totals)[kCount]) const {
+      UNROLL for (auto& total : totals) total *= post;
+      divider.divide(totals);
+    }
+  };
+};
+// Minima and maxima of accumulators.
+template <class S>
+struct MinOfAccs : S {
+  using Divider = Undivided;
+  using Acc = typename S::Acc;
+  using Bits = typename BitsOf<sizeof(Acc)>::Type;
+  __device__ __forceinline__ static Acc combine(Acc left, Acc right) {
+    return bits_as<Acc>(OrderedFloat<Acc>::lesser(bits_as<Bits>(left), bits_as<Bits>(right)));
+  }
+};
+template <class S>
+struct MaxOfAccs : S {
+  using Divider = Undivided;
+  using Acc = typename S::Acc;
+  using Bits = typename BitsOf<sizeof(Acc)>::Type;
+  __device__ __forceinline__ static Acc combine(Acc left, Acc right) {
+    return bits_as<Acc>(OrderedFloat<Acc>::greater(bits_as<Bits>(left), bits_as<Bits>(right)));
+  }
+};
+
 // Bytes whose bits are combined.
 template <class Operator>
 struct Bitwise {
@@ -370,7 +418,7 @@ constexpr bool kCopies<Bytes> = true;
 }  // namespace
 
 // Each calls X with the names and types of some kernels: of the frequent means, of the other means of integers, of
-// minima and maxima, of products, and of operators on bits.
+// minima and maxima, of products, of operators on bits, and of operators with factors.
 #define DL_COMM_TYPES(X)     \
   X(f32, F32)                \
   X(f64, F64)                \
@@ -417,3 +465,11 @@ constexpr bool kCopies<Bytes> = true;
   X(bit_and, And)                \
   X(bit_or, Or)                  \
   X(bit_xor, Xor)
+#define DL_COMM_FLOAT_TYPES(X) \
+  X(f32, F32)                  \
+  X(f64, F64)                  \
+  X(f16, F16)                  \
+  X(bf16, BF16)                \
+  X(f32_precise, F32Precise)   \
+  X(f16_precise, F16Precise)   \
+  X(bf16_precise, BF16Precise)

@@ -1,0 +1,209 @@
+//! Which kernel runs a reduction: operator by element type. Plain data; [`super::kernels`] compiles and launches them.
+
+use crate::dtype::DType;
+use crate::reduce::{ReduceOp, Reduction};
+
+/// Kernels that are compiled together. [`Set::Means`] are always needed, the others by the first call that needs them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Set {
+    /// Frequent means, and copies of bytes.
+    Means,
+    /// Means of other integers.
+    Integers,
+    Minima,
+    Maxima,
+    Products,
+    /// Operators on bits.
+    Bits,
+    /// With factors; sums are means.
+    ScaledMeans,
+    ScaledMinima,
+    ScaledMaxima,
+    ScaledProducts,
+    /// Undivided sums.
+    Sums,
+}
+
+/// The source of a set, the first part of its kernels' names, and the last parts, as in `types.cuh`.
+pub(super) struct Source {
+    pub text: &'static str,
+    pub what: &'static str,
+    pub types: &'static [&'static str],
+}
+
+const FREQUENT: &[&str] =
+    &["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise", COPY];
+const ORDERED: &[&str] = &["f32", "f64", "f16", "bf16", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"];
+const FLOATS: &[&str] = &["f32", "f64", "f16", "bf16", "f32_precise", "f16_precise", "bf16_precise"];
+/// The kernel that copies, at the end of [`Set::Means`].
+pub(super) const COPY: &str = "copy_bytes";
+
+/// In the order of [`Set`].
+pub(super) const SOURCES: [Source; 11] = [
+    Source { text: include_str!("kernels/allreduce_mean.cu"), what: "average_", types: FREQUENT },
+    Source {
+        text: include_str!("kernels/allreduce_integers.cu"),
+        what: "average_",
+        types: &["i16", "u16", "u32", "u64"],
+    },
+    Source { text: include_str!("kernels/allreduce_min.cu"), what: "min_", types: ORDERED },
+    Source { text: include_str!("kernels/allreduce_max.cu"), what: "max_", types: ORDERED },
+    Source {
+        text: include_str!("kernels/allreduce_product.cu"),
+        what: "product_",
+        types: &[
+            "f32",
+            "f64",
+            "f16",
+            "bf16",
+            "f32_precise",
+            "f16_precise",
+            "bf16_precise",
+            "bits8",
+            "bits16",
+            "bits32",
+            "bits64",
+        ],
+    },
+    Source { text: include_str!("kernels/allreduce_bits.cu"), what: "bit_", types: &["and", "or", "xor"] },
+    Source { text: include_str!("kernels/allreduce_scaled_mean.cu"), what: "scaled_average_", types: FLOATS },
+    Source { text: include_str!("kernels/allreduce_scaled_min.cu"), what: "scaled_min_", types: FLOATS },
+    Source { text: include_str!("kernels/allreduce_scaled_max.cu"), what: "scaled_max_", types: FLOATS },
+    Source { text: include_str!("kernels/allreduce_scaled_product.cu"), what: "scaled_product_", types: FLOATS },
+    Source {
+        text: include_str!("kernels/reduce_sum.cu"),
+        what: "sum_",
+        types: FREQUENT.split_at(FREQUENT.len() - 1).0,
+    },
+];
+
+/// The last part of the names of kernels for a floating type; with `precise`, accumulators are float64.
+fn float_name(dtype: DType, precise: bool) -> Option<&'static str> {
+    Some(match (dtype, precise) {
+        (DType::F32, false) => "f32",
+        (DType::F64, _) => "f64",
+        (DType::F16, false) => "f16",
+        (DType::BF16, false) => "bf16",
+        (DType::F32, true) => "f32_precise",
+        (DType::F16, true) => "f16_precise",
+        (DType::BF16, true) => "bf16_precise",
+        _ => return None,
+    })
+}
+
+fn integer_name(dtype: DType) -> Option<&'static str> {
+    Some(match dtype {
+        DType::I8 => "i8",
+        DType::U8 => "u8",
+        DType::I16 => "i16",
+        DType::U16 => "u16",
+        DType::I32 => "i32",
+        DType::U32 => "u32",
+        DType::I64 => "i64",
+        DType::U64 => "u64",
+        _ => return None,
+    })
+}
+
+/// The kernel of an operator on elements of [`kernel_type`], as its set and the last part of its name.
+pub(super) fn kernel_of(op: ReduceOp, dtype: DType, precise: bool) -> Option<(Set, &'static str)> {
+    let number = |precise| float_name(dtype, precise).or_else(|| integer_name(dtype));
+    let scaled = |set| float_name(dtype, precise).map(|name| (set, name));
+    match op {
+        ReduceOp::Sum | ReduceOp::Mean => {
+            number(precise).map(|name| (if FREQUENT.contains(&name) { Set::Means } else { Set::Integers }, name))
+        }
+        ReduceOp::Min => number(false).map(|name| (Set::Minima, name)),
+        ReduceOp::Max => number(false).map(|name| (Set::Maxima, name)),
+        ReduceOp::Product => float_name(dtype, precise)
+            .or_else(|| {
+                Some(match integer_name(dtype)? {
+                    "i8" | "u8" => "bits8",
+                    "i16" | "u16" => "bits16",
+                    "i32" | "u32" => "bits32",
+                    _ => "bits64",
+                })
+            })
+            .map(|name| (Set::Products, name)),
+        ReduceOp::BitAnd => Some((Set::Bits, "and")),
+        ReduceOp::BitOr => Some((Set::Bits, "or")),
+        ReduceOp::BitXor => Some((Set::Bits, "xor")),
+        ReduceOp::ScaledSum { .. } | ReduceOp::ScaledMean { .. } => scaled(Set::ScaledMeans),
+        ReduceOp::ScaledMin { .. } => scaled(Set::ScaledMinima),
+        ReduceOp::ScaledMax { .. } => scaled(Set::ScaledMaxima),
+        ReduceOp::ScaledProduct { .. } => scaled(Set::ScaledProducts),
+    }
+}
+
+/// Whether there are kernels for `reduction`: sums are means with the divisor 1. Without kernels, it must run on the host.
+pub fn has_kernel(reduction: Reduction) -> bool {
+    let Reduction { op, dtype, acc_f64, .. } = reduction;
+    kernel_of(op, kernel_type(op, dtype), acc_f64).is_some()
+}
+
+/// Whether there are kernels for the undivided sums of `reduction` that the host goes on with. It has other accumulators
+/// for sums of integers.
+pub fn has_partial_kernel(reduction: Reduction) -> bool {
+    let Reduction { op, dtype, acc_f64, .. } = reduction;
+    let is_sum = op == ReduceOp::Mean || op == ReduceOp::Sum && dtype.is_float();
+    is_sum && kernel_of(op, dtype, acc_f64).is_some_and(|(set, _)| set == Set::Means)
+}
+
+/// The type whose kernel runs `op` on elements of `dtype`: sums of integers wrap around, whatever their sign, and complex
+/// numbers are two elements. Operators on bits run on bytes.
+pub fn kernel_type(op: ReduceOp, dtype: DType) -> DType {
+    match (op.without_factors(), dtype) {
+        (ReduceOp::Sum, DType::U32) if op == ReduceOp::Sum => DType::I32,
+        (ReduceOp::Sum, DType::U64) if op == ReduceOp::Sum => DType::I64,
+        (ReduceOp::Sum | ReduceOp::Mean, DType::Complex64) => DType::F32,
+        (ReduceOp::Sum | ReduceOp::Mean, DType::Complex128) => DType::F64,
+        (ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor, _) => DType::U8,
+        _ => dtype,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_reductions_but_of_scaled_integers_have_kernels() {
+        const FLOATS: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
+        let mut kernels = Vec::new();
+        for op in ReduceOp::ALL {
+            for dtype in DType::ALL.into_iter().filter(|dtype| op.check(*dtype).is_ok()) {
+                for acc_f64 in [false, true] {
+                    let reduction = Reduction { op, dtype, acc_f64, wire_is_acc: false, divisor: 2 };
+                    let is_float = dtype.is_float() || [DType::Complex64, DType::Complex128].contains(&dtype);
+                    assert_eq!(has_kernel(reduction), op.factors().is_none() || is_float, "{reduction:?}");
+                    kernels.extend(kernel_of(op, kernel_type(op, dtype), acc_f64));
+                    let frequent = FLOATS.contains(&dtype)
+                        || op == ReduceOp::Mean && [DType::I8, DType::U8, DType::I32, DType::I64].contains(&dtype);
+                    let partial = frequent && [ReduceOp::Sum, ReduceOp::Mean].contains(&op);
+                    assert_eq!(has_partial_kernel(reduction), partial, "{reduction:?}");
+                }
+            }
+        }
+        let all = [
+            Set::Means,
+            Set::Integers,
+            Set::Minima,
+            Set::Maxima,
+            Set::Products,
+            Set::Bits,
+            Set::ScaledMeans,
+            Set::ScaledMinima,
+            Set::ScaledMaxima,
+            Set::ScaledProducts,
+        ];
+        for (set, source) in all.into_iter().zip(&SOURCES) {
+            let known = |name: &&str| *name == COPY || kernels.contains(&(set, name));
+            assert!(source.types.iter().all(known), "{set:?}");
+            assert!(
+                kernels.iter().filter(|(of, _)| *of == set).all(|(_, name)| source.types.contains(name)),
+                "{set:?}"
+            );
+        }
+        assert_eq!(SOURCES[Set::Sums as usize].what, "sum_");
+    }
+}
