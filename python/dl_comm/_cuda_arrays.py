@@ -25,6 +25,8 @@ _KINDS = (2, 13)
 """CUDA's memory and its managed memory, of DLPack."""
 _DEFAULT_STREAM = 1
 """CUDA's legacy default stream, of DLPack and ``__cuda_array_interface__``."""
+_REFUSALS = (BufferError, TypeError, ValueError, RuntimeError)
+"""What libraries raise for arrays that they cannot share, such as those of several GPUs."""
 # The code of dl_comm.h, code and bits of DLPack, and the text of NumPy.
 _TYPES = {
     "float16": (0, (2, 16), "<f2"),
@@ -122,7 +124,7 @@ def is_on_gpu(value: Any) -> bool:
         return False
     try:
         return value.__dlpack_device__()[0] in _KINDS
-    except (BufferError, ValueError, RuntimeError) as error:
+    except _REFUSALS as error:
         raise ArgumentError(f"a {type(value).__name__} cannot be exchanged by DLPack: {error}") from error
 
 
@@ -167,11 +169,10 @@ def device_array(array: Any, what: str) -> DeviceArray:
 
 def _by_dlpack(array: Any, what: str, stream: int) -> DeviceArray:
     try:
-        capsule = array.__dlpack__(stream=stream, max_version=(1, 0))
-    except TypeError:
-        # Before DLPack 1.0.
-        capsule = array.__dlpack__(stream=stream)
-    kind, ordinal, address, dtype, shape, strides, read_only = _dl_comm.read_dlpack(capsule)
+        capsule = _capsule(array, stream)
+        kind, ordinal, address, dtype, shape, strides, read_only = _dl_comm.read_dlpack(capsule)
+    except _REFUSALS as error:
+        raise ArgumentError(f"{what}, a {type(array).__name__}, cannot be exchanged by DLPack: {error}") from error
     if kind not in _KINDS:
         raise ArgumentError(f"{what} says that it is on a GPU, but its memory is not")
     if dtype not in _BY_DLPACK:
@@ -179,6 +180,14 @@ def _by_dlpack(array: Any, what: str, stream: int) -> DeviceArray:
     _check_order(shape, strides, 1, what)
     # Without a version it does not say whether it may be written.
     return DeviceArray(tuple(shape), _BY_DLPACK[dtype], ordinal, address, capsule, _is_writable=read_only is False)
+
+
+def _capsule(array: Any, stream: int) -> Any:
+    try:
+        return array.__dlpack__(stream=stream, max_version=(1, 0))
+    except TypeError:
+        # Before DLPack 1.0.
+        return array.__dlpack__(stream=stream)
 
 
 def _by_interface(interface: dict[str, Any], what: str, array: Any) -> DeviceArray:
