@@ -101,7 +101,7 @@ def operators(dtype: str) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_reductions_of_every_type(dtype: str, major: int) -> None:
+def test_reductions_of_every_type(dtype: str) -> None:
     size = dl_comm.size()
     for op in sorted(operators(dtype)):
         host, kept = values(dtype, 4 * size), {"mean": op == "mean"}
