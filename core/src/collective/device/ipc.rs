@@ -87,6 +87,11 @@ impl IpcPath {
         Ok(IpcPath { peers, num_one_shots: 0, one_shot_max, reported, chunks, calls_in_chunks: 0, launcher })
     }
 
+    /// Bytes of one of the two halves of a bounce buffer, which calls take in turn.
+    fn bounce_bytes(&self) -> usize {
+        bounce_bytes(self.one_shot_max) / 2
+    }
+
     /// Bytes of device memory in use on this rank.
     pub fn device_bytes(&self) -> usize {
         let chunks = if let Chunks::Open(window) = &self.chunks { window.own.bytes() } else { 0 };
@@ -115,7 +120,7 @@ impl IpcPath {
     /// Each rank computes the whole result from all bounce buffers. Two buffers alternate: a rank that reaches a call
     /// has finished reading the buffers of the call before.
     fn one_shot(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<Event> {
-        let at = (self.num_one_shots % 2 * self.one_shot_max) as u64;
+        let at = (self.num_one_shots % 2 * self.bounce_bytes()) as u64;
         self.num_one_shots += 1;
         let total = call.layout.total();
         let root = root(call, &channel.topology);
@@ -308,12 +313,12 @@ impl IpcPath {
     /// Any collective. Two buffers alternate, as in [`IpcPath::one_shot`]; those for long
     /// calls are free at the end of a call.
     fn run_in_rounds(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<Event> {
-        let (me, ranks) = (self.peers.me, self.peers.imports.len());
+        let me = self.peers.me;
         let blocks = Blocks::new(channel, call, wait_ctx)?;
         let longest = blocks.longest_input();
-        let is_long = longest > one_shot_max(ranks);
+        let is_long = longest > self.one_shot_max;
         let chunks = if is_long { self.chunk_buffers(channel, wait_ctx)? } else { None };
-        let len = if chunks.is_some() { CHUNK_BYTES } else { one_shot_max(ranks) };
+        let len = if chunks.is_some() { CHUNK_BYTES } else { self.bounce_bytes() };
         let memory = chunks.clone().unwrap_or_else(|| self.peers.bounces.clone());
         wait_inputs(call, &self.peers.stream)?;
         for round in 0..longest.div_ceil(len) {
