@@ -9,6 +9,7 @@
 //! Source of the format: "Trace Event Format" of the Chromium project.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, ErrorKind, Read, Write};
 use std::path::Path;
@@ -30,6 +31,8 @@ static WRITER: Mutex<Option<Writer>> = Mutex::new(None);
 /// Clock of rank 0's host minus the clock of this host, in nanoseconds.
 static OFFSET: AtomicI64 = AtomicI64::new(0);
 static THREADS: AtomicU64 = AtomicU64::new(1);
+/// The groups with names, by their numbers. Locked before [`WRITER`].
+static GROUPS: Mutex<BTreeMap<i32, GroupLabel>> = Mutex::new(BTreeMap::new());
 
 thread_local! {
     /// The thread's number in the file, and the [`Writer::number`] of the file that has its name.
@@ -45,6 +48,31 @@ struct Writer {
     /// The number of this file, from 1, in this process.
     number: u64,
     flushed: Instant,
+}
+
+/// What a file says of a group, whose spans have its number and its own numbers of ranks and hosts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GroupLabel {
+    /// Its name, as in messages.
+    pub name: String,
+    /// The rank in the job of each rank.
+    pub members: Vec<usize>,
+    /// The rank in the job of the first rank of each host.
+    pub hosts: Vec<usize>,
+}
+
+/// Labels the group with this number, in the current file and in later ones, until [`forget_group`].
+pub fn label_group(number: i32, label: GroupLabel) {
+    let mut groups = lock(&GROUPS);
+    if let Some(writer) = &mut *lock(&WRITER) {
+        writer.write_label(number, &label);
+    }
+    groups.insert(number, label);
+}
+
+/// Ends a label: the group has no further calls.
+pub fn forget_group(number: i32) {
+    lock(&GROUPS).remove(&number);
 }
 
 /// Sets the clock of rank 0's host minus this host's clock.
@@ -69,6 +97,7 @@ pub fn is_on() -> bool {
 /// [`Error::System`]; [`Error::State`] when a timeline is being recorded.
 pub fn start(folder: &str, rank: usize, title: &str, job: &str) -> Result<()> {
     static NUMBER: AtomicU64 = AtomicU64::new(1);
+    let groups = lock(&GROUPS);
     let mut slot = lock(&WRITER);
     if slot.is_some() {
         return Err(Error::State("a timeline is being recorded already; stop it first".into()));
@@ -87,6 +116,7 @@ pub fn start(folder: &str, rank: usize, title: &str, job: &str) -> Result<()> {
     writer.file.write_all(b"[\n").map_err(failed)?;
     writer.write(&json!({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": title, "job": job}}));
     writer.write(&json!({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}));
+    groups.iter().for_each(|(number, label)| writer.write_label(*number, label));
     // Other jobs read this header to detect the file.
     writer.file.flush().map_err(failed)?;
     *slot = Some(writer);
@@ -146,6 +176,11 @@ impl Writer {
         let _buffered = writeln!(self.file, "{event},");
     }
 
+    fn write_label(&mut self, number: i32, label: &GroupLabel) {
+        let args = json!({"number": number, "name": label.name, "members": label.members, "hosts": label.hosts});
+        self.write(&json!({"ph": "M", "name": "dl_comm_group", "pid": self.rank, "args": args}));
+    }
+
     /// The number of the calling thread; writes its name once per file.
     fn thread(&mut self) -> u64 {
         let (mut number, named) = THREAD.get();
@@ -176,8 +211,19 @@ mod tests {
         start(text, 3, "rank 3", "b").unwrap();
         stop();
         let other = std::fs::read_to_string(folder.join("rank3.trace.json")).unwrap();
+        let label = |name: &str| GroupLabel { name: name.into(), members: vec![3, 1], hosts: vec![3] };
+        label_group(7, label("before"));
+        label_group(9, label("forgotten"));
+        forget_group(9);
         start(text, 3, "rank 3", "a").unwrap();
+        label_group(8, label("while"));
         stop();
+        forget_group(8);
+        let file = std::fs::read_to_string(folder.join("a/rank3.trace.json")).unwrap();
+        let events: Vec<Value> = serde_json::from_str(&file).unwrap();
+        let labels = events.iter().filter(|event| event["name"] == "dl_comm_group").map(|event| &event["args"]);
+        let found: Vec<_> = labels.map(|args| (args["number"].clone(), args["name"].clone())).collect();
+        assert_eq!(found, [(7.into(), "before".into()), (8.into(), "while".into())]);
         // The same job again: the same file is replaced.
         start(text, 3, "rank 3", "a").unwrap();
         assert_eq!(std::fs::read_to_string(folder.join("rank3.trace.json")).unwrap(), other);

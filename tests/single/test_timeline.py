@@ -257,6 +257,36 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_group_has_its_name_and_the_ranks_of_the_job(tmp_path: Path) -> None:
+    label = {"number": 1 << 30, "name": "group 'a <b>'", "members": [2, 0], "hosts": [2]}
+    team = {"team": 1 << 30, "call": 0}
+    for rank in (0, 1, 2):
+        group = {"ph": "M", "name": "dl_comm_group", "pid": rank, "args": label}
+        late = 60.0 * (rank == 2)
+        spans = [
+            span("call", "allreduce", 5000 + late, 100 - late, rank, matched=1, bytes=8, error=None, **team),
+            *([] if late else [span("wait_for_rank", "wait for rank 0", 5010, 50, rank, target="rank 0", **team)]),
+            *([] if late else [span("wait_for_rank", "wait for host 0", 5060, 10, rank, target="host 0", **team)]),
+        ]
+        write(tmp_path, rank, [group, *spans] if rank != 1 else [])
+    content = report(metrics_of(tmp_path), None)
+    assert content["names"] == {1 << 30: "group 'a <b>'"}
+    view = content["teams"][1 << 30]
+    assert view["late"]["rows"] == ["0", "2"]
+    assert view["late"]["columns"] == ["0", "2", "host of rank 2"]
+    assert view["late"]["seconds"][0] == pytest.approx([0, 50e-6, 10e-6])
+    assert [(late["rank"], late["times"]) for late in view["last"]] == [(2, 1)]
+    finished = timeline(tmp_path, "-o", str(tmp_path / "trace.json"), "--html", str(tmp_path / "page.html"))
+    assert finished.returncode == 0, finished.output
+    tracks = {
+        event["args"]["name"]
+        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    assert tracks == {"calls of group 'a <b>'"}
+    assert "<td>group &#x27;a &lt;b&gt;&#x27;</td>" in (tmp_path / "page.html").read_text()
+
+
 def test_two_jobs_in_one_folder_are_separate(tmp_path: Path) -> None:
     program = tmp_path / "script.py"
     program.write_text("import dl_comm as mc\nmc.init()\nfor _ in range(4): mc.barrier()\n")

@@ -18,8 +18,11 @@ use crate::collective::{CallConfig, Channel};
 use crate::error::{Error, Result};
 use crate::fork;
 use crate::group_config::GroupConfig;
+use crate::group_key::GroupName;
 use crate::lock::lock;
 use crate::log::log_line;
+use crate::timeline::{self, GroupLabel};
+use crate::topology::Topology;
 use crate::transport::shm_region::RegionLayout;
 use crate::transport::{GroupResources, max_channels};
 
@@ -113,6 +116,7 @@ impl Group {
         // Set once: the state is new.
         let _set = shared.lead.set(GroupThread::new(lead_settings, move |inbox| lead.run_loop(inbox)));
         process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
+        label_in_timeline(&shared, &topology);
         let (messenger, ragged_calls) = (OnceLock::new(), AtomicU64::new(0));
         Ok(Group { shared, topology, executor, messenger, ragged_calls })
     }
@@ -157,6 +161,16 @@ impl Drop for Group {
     }
 }
 
+/// Tells the timeline the name and the ranks of a group. Teams have their numbers and all ranks.
+fn label_in_timeline(shared: &GroupState, topology: &Topology) {
+    let (key, members) = (&shared.config.key, &shared.members);
+    if matches!(key.name(), GroupName::Named(_)) {
+        let hosts = (0..topology.hosts()).map(|host| members.to_world(topology.ranks_of(host)[0])).collect();
+        let label = GroupLabel { name: key.name().to_string(), members: members.iter().collect(), hosts };
+        timeline::label_group(key.number(), label);
+    }
+}
+
 fn stop(shared: &GroupState, executor: &Executor) {
     if executor.may_hold_posted(None) {
         wake_lead(shared);
@@ -164,4 +178,5 @@ fn stop(shared: &GroupState, executor: &Executor) {
     shared.lead.get().into_iter().for_each(GroupThread::close);
     executor.close();
     shared.region.set_departed();
+    timeline::forget_group(shared.config.key.number());
 }

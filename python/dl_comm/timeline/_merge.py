@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dl_comm.timeline._files import Event, Log, events
+from dl_comm.timeline._metrics import GROUP
 
 # Ids of the additional tracks: above all thread ids.
 _TRACKS = 1_000_000
@@ -32,6 +33,8 @@ def merge(files: Mapping[int, Path], first: float, out: TextIO, log: Log) -> int
         tracks = _Tracks()
         overlapping: list[Event] = []
         for event in events(path, log):
+            if event["ph"] == "M" and event["name"] == GROUP:
+                tracks.groups[int(event["args"]["number"])] = str(event["args"]["name"])
             if event["ph"] == "X":
                 event["ts"] = round(event["ts"] - first, 3)
                 event["dur"] = round(event["dur"], 3)
@@ -57,15 +60,16 @@ class _Tracks:
     """The additional tracks of a rank."""
 
     def __init__(self) -> None:
+        self.groups: dict[int, str] = {}
+        """The names of the groups that are no teams."""
         # By kind: the end of the last span of each track.
         self._ends: dict[str, list[float]] = {}
         self._tracks: dict[tuple[str, int], int] = {}
 
-    @staticmethod
-    def kind(event: Event) -> str:
+    def kind(self, event: Event) -> str:
         """The kind of track of a span; empty if it stays on its thread's track."""
         team = event["args"].get("team", 0)
-        group = "other calls" if team == -1 else f"calls of team {team}"
+        group = "other calls" if team == -1 else f"calls of {self.groups.get(team, f'team {team}')}"
         if event["cat"] == "call" or (event["cat"] == "phase" and event["name"] == "queue"):
             return group
         return f"{group}: callers wait" if event["cat"] == "exposed" else ""

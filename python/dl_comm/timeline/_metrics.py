@@ -8,11 +8,36 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dl_comm.timeline._files import Event
 
 OTHERS = -1  # the control team: broadcasts, barriers, metrics
+GROUP = "dl_comm_group"
+"""The name of the events that label groups."""
+
+
+@dataclass(frozen=True)
+class GroupLabel:
+    """What the files say of a group with a name: ``members`` are ranks of the job, ``hosts`` the first of each host."""
+
+    name: str
+    members: tuple[int, ...]
+    hosts: tuple[int, ...]
+
+    @staticmethod
+    def of(args: Mapping[str, Any]) -> GroupLabel:
+        """The label in an event."""
+        return GroupLabel(str(args["name"]), tuple(map(int, args["members"])), tuple(map(int, args["hosts"])))
+
+    def target(self, target: str) -> str:
+        """The target of a wait, ``rank N`` or ``host N`` of the group, in the job."""
+        kind, number = target.split()
+        if kind == "rank":
+            return f"rank {self.members[int(number)]}"
+        return f"host of rank {self.hosts[int(number)]}"
 
 
 @dataclass
@@ -106,6 +131,7 @@ class TraceMetrics:
     def __init__(self) -> None:
         self.teams: dict[int, TeamMetrics] = defaultdict(TeamMetrics)
         self.titles: dict[int, str] = {}
+        self.groups: dict[int, GroupLabel] = {}
         self.ranges: dict[int, tuple[float, float]] = {}
         self._starts: dict[tuple[int, int, int], float] = {}
 
@@ -115,6 +141,8 @@ class TraceMetrics:
         if event["ph"] == "M":
             if event["name"] == "process_name":
                 self.titles[rank] = str(event["args"]["name"])
+            elif event["name"] == GROUP:
+                self.groups[int(event["args"]["number"])] = GroupLabel.of(event["args"])
             return
         begin, duration = event["ts"] * 1e-6, event["dur"] * 1e-6
         end, args = begin + duration, event["args"]
@@ -128,7 +156,9 @@ class TraceMetrics:
             case "call":
                 self._call(team, rank, event, self._starts.pop((rank, number, args["call"]), begin), end)
             case "wait_for_rank":
-                team.waits[rank, str(args["target"])] += duration
+                target = str(args["target"])
+                label = self.groups.get(number)
+                team.waits[rank, target if label is None else label.target(target)] += duration
             case "exposed":
                 team.exposed[rank].append((end, duration))
             case "step":
@@ -146,6 +176,11 @@ class TraceMetrics:
         team.sizes[exponent(size)].add(size, end - start)
         if args.get("matched"):
             team.arrivals[int(args["matched"])].add(rank, start)
+
+    def ranks_of(self, number: int) -> list[int]:
+        """The ranks of a team or group that have a file."""
+        label = self.groups.get(number)
+        return self.ranks if label is None else [rank for rank in self.ranks if rank in label.members]
 
     @property
     def ranks(self) -> list[int]:

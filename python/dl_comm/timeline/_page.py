@@ -53,7 +53,8 @@ def page(content: dict[str, Any], drawn: tuple[float, list[Row]], notes: Sequenc
     if len(several) > 1:
         for number in several:
             charts = _charts_of(teams[number], content["reference"])
-            parts.append(f"<details><summary>Team {number}</summary>{charts}</details>")
+            name = escape(_team(number, content["names"], "Team "))
+            parts.append(f"<details><summary>{name}</summary>{charts}</details>")
     data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -94,7 +95,8 @@ def _tiles(view: dict[str, Any]) -> str:
 
 def _table(content: dict[str, Any]) -> str:
     head = ("team", "calls", "bytes", "step median", "95 %", "exposed a step", "exposed", "overlap")
-    rows = [("all", content["all"]), *((_team(number), view) for number, view in content["teams"].items())]
+    names, teams = content["names"], content["teams"]
+    rows = [("all", content["all"]), *((_team(number, names), view) for number, view in teams.items())]
     lines = []
     for name, view in rows:
         steps, failed = view["steps"], f" ({view['failed']} failed)" if view["failed"] else ""
@@ -109,7 +111,10 @@ def _table(content: dict[str, Any]) -> str:
             "–" if name == _OTHERS else f"{view['overlap']:.0%}",
         )
         lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    note = f"All: the teams of gradients; steps are those of team {content['stepping']}. Sums are over all ranks. "
+    stepping = _team(content["stepping"], names, "team ")
+    note = (
+        f"All: the teams and groups below but others; steps are those of {escape(stepping)}. Sums are over all ranks. "
+    )
     note += "Others: broadcasts, barriers, metrics."
     return (
         f'<section class="wide"><table><thead><tr>{"".join(f"<th>{word}</th>" for word in head)}</tr></thead>'
@@ -117,8 +122,9 @@ def _table(content: dict[str, Any]) -> str:
     )
 
 
-def _team(number: Any) -> str:
-    return _OTHERS if int(number) < 0 else str(number)
+def _team(number: Any, names: dict[Any, str], before: str = "") -> str:
+    """The number of a team after ``before``, or the name of another group."""
+    return _OTHERS if int(number) < 0 else names.get(number, f"{before}{number}")
 
 
 def _recent(drawn: tuple[float, list[Row]]) -> str:

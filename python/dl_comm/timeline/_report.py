@@ -37,7 +37,8 @@ def report(metrics: TraceMetrics, limit: tuple[float, str] | None) -> dict[str, 
         "stepping": stepping,
         "reference": {"rate": rate, "source": source, "measured": limit is not None},
         "all": _view(total, metrics.ranks),
-        "teams": {number: _view(team, metrics.ranks) for number, team in teams.items()},
+        "teams": {number: _view(team, metrics.ranks_of(number)) for number, team in teams.items()},
+        "names": {number: label.name for number, label in metrics.groups.items() if number in teams},
     }
 
 
