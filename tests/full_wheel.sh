@@ -40,9 +40,14 @@ build() { # FOLDER REQUIREMENT...
     environment "$plain" "$requirement" build
     "$work/venv/bin/python" -m dl_comm.build "${requirement%%[-=]*}" --into "$work/prebuilt"
   done
+  step "the kernels for GPUs"
+  rm -rf "$work/venv"
+  "$python" -m venv "$work/venv"
+  "$work/venv/bin/pip" install -q "$plain" nvidia-cuda-nvrtc-cu12
+  "$work/venv/bin/python" -m dl_comm.build kernels --into "$work/kernels"
   step "the wheel"
   "$work/tools/bin/wheel" unpack -d "$work/unpacked" "$plain"
-  mv "$work/prebuilt" "$(echo "$work"/unpacked/*)/dl_comm/prebuilt"
+  mv "$work/prebuilt" "$work/kernels" "$(echo "$work"/unpacked/*)/dl_comm"
   mkdir "$work/packed"
   "$work/tools/bin/wheel" pack -d "$work/packed" "$work"/unpacked/*
   # One core: the op libraries use that of the package. What other packages bring stays there. A tag says which C library

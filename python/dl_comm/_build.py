@@ -27,7 +27,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dl_comm import _log
+from dl_comm import _dl_comm, _log
+from dl_comm._cuda import preload
 from dl_comm._dl_comm import __version__
 from dl_comm._frameworks import framework_version
 from dl_comm._paths import CORE, PACKAGE, SOURCES
@@ -53,6 +54,10 @@ _PROGRESS_S = 10.0
 """How often a build says that it goes on."""
 _PREBUILT = "prebuilt"
 """The folder of a package with libraries for other frameworks than those of its build: a folder for each ABI."""
+KERNELS = "kernels"
+"""The folder of a package with kernels for GPUs (core/src/transport/cuda/compiler.rs)."""
+CAPABILITIES = (80, 90, 100, 120)
+"""Compute capabilities: Ampere and Ada, Hopper, and both of Blackwell. A GPU runs what is for an older minor one."""
 _STABLE_TORCH = (2, 10)
 """The oldest supported torch: TORCH_TARGET_VERSION in torch_ops/CMakeLists.txt."""
 
@@ -123,6 +128,18 @@ def build_into(name: str, folder: Path) -> Path:
         _build(name, library.parent, "$ORIGIN/../..")
         (library.parent / _MANIFEST).unlink()
     return library
+
+
+def compile_kernels(folder: Path) -> int:
+    """Compiles the kernels for the GPUs of :data:`CAPABILITIES` into ``folder``; returns the number of files.
+
+    A package has them in its folder :data:`KERNELS`; else the first call that needs one compiles it.
+
+    Raises:
+        CommError: NVRTC is not installed, or does not know a capability.
+    """
+    preload()
+    return sum(_dl_comm.compile_kernels(str(folder), capability) for capability in CAPABILITIES)
 
 
 def _has_stable_abi(version: str) -> bool:

@@ -1,6 +1,7 @@
 """``dl-comm build [torch] [tensorflow] [--force | --into FOLDER]``: builds the op libraries.
 
-Without arguments, builds for every installed framework. Prints the path of each library.
+Without arguments, builds for every installed framework. Prints the path of each library. For a wheel, ``dl-comm build
+kernels --into FOLDER`` compiles the kernels for GPUs.
 
 ``python -m dl_comm.build`` is the same.
 """
@@ -12,17 +13,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dl_comm._build import build_into, cached_library, existing_library, libraries
+from dl_comm._build import KERNELS, build_into, cached_library, compile_kernels, existing_library, libraries
 from dl_comm._frameworks import FRAMEWORKS, is_installed
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m dl_comm.build") -> int:
     """The command line; returns the exit status 0."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n\n")[1])
-    parser.add_argument("frameworks", nargs="*", metavar="FRAMEWORK", help=f"one of {', '.join(FRAMEWORKS)}")
+    parser.add_argument(
+        "frameworks", nargs="*", metavar="FRAMEWORK", help=f"one of {', '.join(FRAMEWORKS)}; or {KERNELS}"
+    )
     parser.add_argument("--force", action="store_true", help="rebuild existing libraries, in the cache")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="build for a wheel: tests/full_wheel.sh")
     options = parser.parse_args(arguments)
+    if options.frameworks == [KERNELS]:
+        if options.into is None:
+            parser.error(f"{KERNELS} needs --into FOLDER")
+        print(f"{KERNELS}: {compile_kernels(options.into)} files in {options.into}")
+        return 0
     for name in options.frameworks:
         if name not in FRAMEWORKS:
             parser.error(f"unknown framework {name} (expected one of {', '.join(FRAMEWORKS)})")

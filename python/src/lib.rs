@@ -333,6 +333,14 @@ fn timeline_start(py: Python<'_>, folder: String) -> PyResult<()> {
     Ok(())
 }
 
+/// Compiles the kernels for GPUs of a compute capability into a folder; returns the number of files.
+#[pyfunction]
+fn compile_kernels(py: Python<'_>, folder: String, capability: i32) -> PyResult<i32> {
+    let folder = CString::new(folder)?;
+    // SAFETY: `folder` outlives the call.
+    call(py, || unsafe { api::ffi::dl_comm_compile_kernels(folder.as_ptr(), capability) })
+}
+
 /// Identifies the core in this process.
 #[pyfunction]
 fn core_id() -> usize {
@@ -395,6 +403,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(is_initialized, module)?,
         wrap_pyfunction!(stacks_from, module)?,
         wrap_pyfunction!(dump_on_signal, module)?,
+        wrap_pyfunction!(compile_kernels, module)?,
         wrap_pyfunction!(is_up, module)?,
         wrap_pyfunction!(is_helper, module)?,
         wrap_pyfunction!(environment, module)?,

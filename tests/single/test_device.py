@@ -5,7 +5,9 @@ These tests cover the core's logic: matching, addresses, stream order, kernel ar
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fake_cuda_env import PROGRAMS, environment
-from launch import Finished, ending_together, launch
+from launch import Finished, ending_together, launch, run
 
 PEER_LOST = -6  # DL_COMM_ERROR_PEER_LOST
 SLOW = {"FAKE_CUDA_DELAY_US": "300"}
@@ -334,6 +336,25 @@ dl_comm.gradients([array], out=[array])
 print(f"mean: {array.get()[0]}\\n", end="")
 dl_comm.finalize()
 """
+
+
+@pytest.mark.heavy  # compiles all kernels
+def test_kernels_of_the_package_need_no_compiler(fake_cuda: Path, tmp_path: Path) -> None:
+    import dl_comm
+
+    (tmp_path / "kept.py").write_text(KEPT)
+    shutil.copytree(Path(dl_comm.__file__).parent, tmp_path / "package" / "dl_comm")
+    kernels, cache = tmp_path / "package" / "dl_comm" / "kernels", tmp_path / "cache"
+    program = (
+        "import sys\nfrom dl_comm import _build as b\nb.CAPABILITIES = (90,)\nprint(b.compile_kernels(sys.argv[1]))"
+    )
+    compiled = run([sys.executable, "-c", program, str(kernels)], 300)
+    assert compiled.output.strip() == str(len(list(kernels.iterdir()))), compiled.output
+    # A GPU of 9.1 runs the machine code of 9.0.
+    paths = os.pathsep.join([str(tmp_path / "package"), environment(fake_cuda).get("PYTHONPATH", "")])
+    finished = start(fake_cuda, 2, [str(tmp_path / "kept.py")], 100, DL_COMM_CACHE=str(cache), PYTHONPATH=paths)
+    assert finished.output.count("mean: 1.0") == 2, finished.output
+    assert not (cache / "kernels").exists() or not list((cache / "kernels").iterdir())
 
 
 def test_compiled_kernels_are_cached_for_the_next_process(fake_cuda: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int, c_void};
+use std::path::Path;
 use std::ptr;
 
 use super::arguments::{
@@ -279,6 +280,16 @@ pub unsafe extern "C" fn dl_comm_timeline_start(folder: *const c_char) -> c_int 
         folder if folder.is_empty() => Err(Error::Invalid("a timeline needs a folder".into())),
         folder => runtime::start_timeline(&folder),
     })
+}
+
+/// `dl_comm_compile_kernels` of `dl_comm.h`.
+///
+/// # Safety
+/// `folder` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_compile_kernels(folder: *const c_char, capability: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    catch(|| number(gpu::compile_kernels_into(Path::new(unsafe { text(folder) }.as_ref()), capability)?))
 }
 
 /// `dl_comm_describe` of `dl_comm.h`.

@@ -6,6 +6,8 @@ import os
 import shutil
 from typing import Any
 
+from dl_comm._build import KERNELS
+from dl_comm._paths import PACKAGE
 from dl_comm.doctor._checks import Check
 from dl_comm.doctor._probes import Failed, Probe, Process
 
@@ -52,6 +54,9 @@ class Gpu:
 def _nvrtc(result: dict[str, Any]) -> Check:
     if "nvrtc" in result:
         return Check("gpu", "NVRTC", "ok", f"{result['nvrtc']}, {result['nvrtc_library']}", result)
+    if result.get("devices") and (PACKAGE / KERNELS).is_dir():
+        text = "not found (needed only for GPUs that the kernels in this package are not for)"
+        return Check("gpu", "NVRTC", "ok", text, result)
     if result.get("devices"):
         text = "not found: ranks that share a GPU average through the host; 'pip install nvidia-cuda-nvrtc' installs it"
         return Check("gpu", "NVRTC", "warn", text, result)

@@ -1,30 +1,20 @@
-//! Compiles the kernels of `kernels/` for the GPU at run time, and launches them. [`super::cache`] keeps compiled
-//! images for other processes.
+//! Loads the kernels of `kernels/` into a context, and launches them.
 //!
 //! Thread rule: any thread, with their context current.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::c_void;
 use std::ptr;
 use std::sync::OnceLock;
 
 use cudarc::driver::result::{launch_kernel, module};
 use cudarc::driver::sys;
-use cudarc::nvrtc::sys as nvrtc;
 
-use super::cache::{self, Cache};
+use super::compiler::{c_string, load_module};
 use super::driver::{Address, Handle, check};
 use super::kernel_table::{COPY, SOURCES, Set, Source, kernel_of};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::reduce::ReduceOp;
-
-/// Headers that the sources include.
-const HEADERS: [(&CStr, &str); 4] = [
-    (c"memory.cuh", include_str!("kernels/memory.cuh")),
-    (c"types.cuh", include_str!("kernels/types.cuh")),
-    (c"accumulate.cuh", include_str!("kernels/accumulate.cuh")),
-    (c"allreduce.cuh", include_str!("kernels/allreduce.cuh")),
-];
 
 /// Threads per block; `memory.cuh` allows no more.
 const THREADS: u32 = 256;
@@ -210,155 +200,4 @@ fn load((major, minor): (i32, i32), source: &Source) -> Result<Vec<Function>> {
         check("finding a kernel", unsafe { module::get_function(module, name) }).map(Handle)
     };
     source.types.iter().map(find).collect()
-}
-
-/// The module of `source` for `architecture`, from the cache or compiled, loaded into the current context.
-fn load_module(source: &str, architecture: i32) -> Result<sys::CUmodule> {
-    // SAFETY: only looks for the library.
-    if !unsafe { nvrtc::is_culib_present() } {
-        return Err(Error::System(
-            "NVRTC (libnvrtc.so), which compiles the kernels for the GPU, is not found; 'pip install nvidia-cuda-nvrtc' \
-             brings it"
-                .into(),
-        ));
-    }
-    let load = |image: &[u8]| {
-        // SAFETY: an image by NVRTC; PTX ends with NUL.
-        check("loading the kernels", unsafe { module::load_data(image.as_ptr().cast()) })
-    };
-    let target = Target::of(architecture)?;
-    let name = target.name_of(source)?;
-    let cache = Cache::open();
-    if let Some(module) = cache.get(&name).and_then(|image| load(&image).ok()) {
-        return Ok(module);
-    }
-    let image = Program::new(source)?.compile_image(&target)?;
-    let module = load(&image)?;
-    cache.put(&name, &image);
-    Ok(module)
-}
-
-fn c_string(text: &str) -> Result<CString> {
-    CString::new(text).map_err(|_| Error::Internal("the kernels have a NUL in them".into()))
-}
-
-/// The target of a compilation.
-struct Target {
-    /// CUBIN if NVRTC knows the GPU's architecture, else PTX for the newest older one.
-    machine_code: bool,
-    architecture: String,
-}
-
-/// Options for every target.
-const OPTIONS: [&str; 5] = ["--std=c++17", "--fmad=false", "--prec-div=true", "--ftz=false", "--device-int128"];
-
-impl Target {
-    fn of(architecture: i32) -> Result<Target> {
-        let known = known_architectures()?;
-        if known.contains(&architecture) {
-            let architecture = format!("--gpu-architecture=sm_{architecture}");
-            return Ok(Target { machine_code: true, architecture });
-        }
-        let older = known.iter().filter(|&&known| known < architecture).max().ok_or_else(|| {
-            Error::System(format!("this NVRTC compiles for newer GPUs only, not for compute capability {architecture}"))
-        })?;
-        Ok(Target { machine_code: false, architecture: format!("--gpu-architecture=compute_{older}") })
-    }
-
-    /// Cache key: a hash of everything that the image depends on.
-    fn name_of(&self, source: &str) -> Result<String> {
-        let (mut major, mut minor) = (0, 0);
-        // SAFETY: the out pointers are valid.
-        compiled("asking for the version", unsafe { nvrtc::nvrtcVersion(&raw mut major, &raw mut minor) })?;
-        let version = format!("{major}.{minor}");
-        let mut parts = vec![version.as_bytes(), self.architecture.as_bytes(), source.as_bytes()];
-        parts.extend(OPTIONS.iter().map(|option| option.as_bytes()));
-        parts.extend(HEADERS.iter().flat_map(|(name, text)| [name.to_bytes(), text.as_bytes()]));
-        Ok(cache::name(parts))
-    }
-}
-
-/// An NVRTC program.
-struct Program(nvrtc::nvrtcProgram);
-
-impl Program {
-    fn new(source: &str) -> Result<Program> {
-        let source = c_string(source)?;
-        let texts: Vec<CString> = HEADERS.iter().map(|(_, text)| c_string(text)).collect::<Result<_>>()?;
-        let headers: Vec<*const c_char> = texts.iter().map(|text| text.as_ptr()).collect();
-        let names = HEADERS.map(|(name, _)| name.as_ptr());
-        let mut program = ptr::null_mut();
-        // SAFETY: the texts end with NUL, and there are as many names as headers.
-        let code = unsafe {
-            nvrtc::nvrtcCreateProgram(
-                &raw mut program,
-                source.as_ptr(),
-                c"dl_comm.cu".as_ptr(),
-                HEADERS.len() as c_int,
-                headers.as_ptr(),
-                names.as_ptr(),
-            )
-        };
-        compiled("making a program of the kernels", code)?;
-        Ok(Program(program))
-    }
-
-    /// Compiles the program to CUBIN or PTX.
-    fn compile_image(&self, target: &Target) -> Result<Vec<u8>> {
-        let options = [target.architecture.as_str()].into_iter().chain(OPTIONS).map(c_string);
-        let options: Vec<CString> = options.collect::<Result<_>>()?;
-        let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
-        let count = c_int::try_from(pointers.len()).unwrap_or(0);
-        // SAFETY: the texts end with NUL, and `count` is their number.
-        let code = unsafe { nvrtc::nvrtcCompileProgram(self.0, count, pointers.as_ptr()) };
-        compiled("compiling the kernels", code).map_err(|error| Error::System(format!("{error}\n{}", self.log())))?;
-        if target.machine_code {
-            self.bytes(nvrtc::nvrtcGetCUBINSize, nvrtc::nvrtcGetCUBIN)
-        } else {
-            self.bytes(nvrtc::nvrtcGetPTXSize, nvrtc::nvrtcGetPTX)
-        }
-    }
-
-    fn log(&self) -> String {
-        let bytes = self.bytes(nvrtc::nvrtcGetProgramLogSize, nvrtc::nvrtcGetProgramLog);
-        String::from_utf8_lossy(&bytes.unwrap_or_default()).trim_end_matches('\0').to_owned()
-    }
-
-    fn bytes(
-        &self,
-        size: unsafe fn(nvrtc::nvrtcProgram, *mut usize) -> nvrtc::nvrtcResult,
-        get: unsafe fn(nvrtc::nvrtcProgram, *mut c_char) -> nvrtc::nvrtcResult,
-    ) -> Result<Vec<u8>> {
-        let mut len = 0;
-        // SAFETY: the program is alive, the out pointer valid.
-        compiled("asking for the kernels", unsafe { size(self.0, &raw mut len) })?;
-        let mut bytes = vec![0u8; len];
-        // SAFETY: the buffer has the length that NVRTC asked for.
-        compiled("taking the kernels", unsafe { get(self.0, bytes.as_mut_ptr().cast()) })?;
-        Ok(bytes)
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        // SAFETY: made by `new`, and not used again.
-        unsafe { nvrtc::nvrtcDestroyProgram(&raw mut self.0) };
-    }
-}
-
-fn known_architectures() -> Result<Vec<i32>> {
-    let mut count = 0;
-    // SAFETY: the out pointer is valid.
-    compiled("asking NVRTC", unsafe { nvrtc::nvrtcGetNumSupportedArchs(&raw mut count) })?;
-    let mut known = vec![0; usize::try_from(count).unwrap_or(0)];
-    // SAFETY: the buffer has the length that NVRTC asked for.
-    compiled("asking NVRTC", unsafe { nvrtc::nvrtcGetSupportedArchs(known.as_mut_ptr()) })?;
-    Ok(known)
-}
-
-fn compiled(what: &str, code: nvrtc::nvrtcResult) -> Result<()> {
-    if code == nvrtc::nvrtcResult::NVRTC_SUCCESS {
-        return Ok(());
-    }
-    Err(Error::System(format!("NVRTC: {what}: {code:?}")))
 }

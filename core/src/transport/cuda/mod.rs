@@ -8,6 +8,7 @@
 //! Thread rule: as each type documents; any thread may use the driver's handles.
 
 mod cache;
+mod compiler;
 mod context;
 mod driver;
 mod ipc;
@@ -19,6 +20,7 @@ mod peer_imports;
 mod pinned;
 mod stream;
 
+pub use compiler::compile_into as compile_kernels_into;
 pub use context::{Context, ContextGuard, TAKE_TURNS, has_one_queue};
 pub use driver::{Address, Handle, count};
 pub use ipc::{ExportUpdates, ExportedAllocation, IpcExports, ReportedExports};
