@@ -108,7 +108,7 @@ fn build_host_kernels(folder: &Path) -> Result<(), Box<dyn Error>> {
         .cpp(true)
         .std("c++17")
         .file("rust/cuda_host_kernels.cc")
-        .opt_level(2)
+        .opt_level(1)
         .flag("-ffp-contract=off")
         .warnings(true)
         .warnings_into_errors(true)

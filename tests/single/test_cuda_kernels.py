@@ -29,7 +29,7 @@ NEEDED = {"12": {70, 72, 90}, "13": {75, 90}}
 DEPRECATED = re.compile(r"nvrtc: warning: Architectures prior to \S+ are deprecated .*")
 
 
-@pytest.fixture(params=sorted(LIBRARIES))
+@pytest.fixture(params=["12", pytest.param("13", marks=pytest.mark.heavy)])
 def version(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
