@@ -638,9 +638,9 @@ void dl_comm_dump_on_signal(int enabled);
 int dl_comm_timeline_start(const char* folder);
 int dl_comm_timeline_stop(void);
 
-/* Compiles the kernels for GPUs of a compute capability (90 is 9.0) into `folder`, for packagers: from a folder `kernels`
- * beside libdl_comm.so.0 they are loaded without NVRTC. Needs NVRTC here, but no GPU and no start. Returns the number of
- * files. Local. */
+/* Compiles the kernels for GPUs of a compute capability (90 is 9.0) into `folder`, for packagers: from a folder
+ * `kernels` beside libdl_comm.so.0 they are loaded without NVRTC. Needs NVRTC here, but no GPU and no start. Returns
+ * the number of files. Local. */
 int dl_comm_compile_kernels(const char* folder, int capability);
 
 /* The number of ranks on this host. Valid after dl_comm_init_mpi. */
