@@ -131,9 +131,9 @@ def _tail(rank: Rank) -> list[str]:
 def _error(lines: Sequence[str]) -> Sequence[str]:
     """The lines after those of a traceback, which stands above already: the standard error of all ranks is shown."""
     frames = [number for number, line in enumerate(lines) if _FRAME.match(line)]
-    error = (
-        next((number for number in range(frames[-1] + 1, len(lines)) if _TEXT.match(lines[number])), 0) if frames else 0
-    )
+    if not frames:
+        return lines
+    error = next((number for number in range(frames[-1] + 1, len(lines)) if _TEXT.match(lines[number])), 0)
     return lines[error:]
 
 

@@ -2,9 +2,8 @@
 //!
 //! Thread rule: any thread; for [`load_module`] with a context current.
 
-use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fs;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::ptr;
 
@@ -13,7 +12,7 @@ use cudarc::driver::sys;
 use cudarc::nvrtc::sys as nvrtc;
 
 use super::cache::{self, Cache};
-use super::driver::check;
+use super::driver::{File, check};
 use super::kernel_table::SOURCES;
 use crate::error::{Error, Result};
 
@@ -90,16 +89,7 @@ fn packaged(folder: &Path, source: &str, architecture: i32) -> Option<Vec<u8>> {
 
 /// The folder of the library that has this code.
 fn library_folder() -> Option<PathBuf> {
-    // SAFETY: all fields may be zero.
-    let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
-    // SAFETY: an address of this library, and a valid out pointer.
-    let found = unsafe { libc::dladdr(library_folder as *const c_void, &raw mut info) };
-    if found == 0 || info.dli_fname.is_null() {
-        return None;
-    }
-    // SAFETY: a path that lives as long as the library.
-    let path = unsafe { CStr::from_ptr(info.dli_fname) };
-    Path::new(OsStr::from_bytes(path.to_bytes())).parent().map(Path::to_owned)
+    File::with(library_folder as *const c_void)?.path.parent().map(Path::to_owned)
 }
 
 fn require_nvrtc() -> Result<()> {

@@ -2,7 +2,9 @@
 //!
 //! cudarc panics if the library or a function is missing, so [`start`] checks both before the first call.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, OsStr, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use cudarc::driver::result::{self, DriverError};
@@ -69,17 +71,18 @@ fn check_name() -> Result<()> {
         (Some(other), Some(driver)) if other.address != driver.address => Err(Error::System(format!(
             "{} is another library than the driver of this process, {}, but is found first, as libcuda.so: remove its folder, \
              such as 'stubs' of CUDA, from LD_LIBRARY_PATH",
-            other.path, driver.path
+            other.path.display(),
+            driver.path.display()
         ))),
         _ => Ok(()),
     }
 }
 
 /// A loaded library.
-struct File {
+pub(super) struct File {
     /// Different for each file.
     address: usize,
-    path: String,
+    pub path: PathBuf,
 }
 
 impl File {
@@ -91,17 +94,21 @@ impl File {
             return None;
         }
         // SAFETY: the handle is open; without the function, the symbol is null.
-        let function = unsafe { libc::dlsym(handle, c"cuInit".as_ptr()) };
+        File::with(unsafe { libc::dlsym(handle, c"cuInit".as_ptr()) })
+    }
+
+    /// The library that has the code at this address.
+    pub(super) fn with(code: *const c_void) -> Option<File> {
         // SAFETY: all fields may be zero.
         let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
-        // SAFETY: the out pointer is valid.
-        let found = unsafe { libc::dladdr(function, &raw mut info) };
+        // SAFETY: any address may be asked for, and the out pointer is valid.
+        let found = unsafe { libc::dladdr(code, &raw mut info) };
         if found == 0 || info.dli_fname.is_null() {
             return None;
         }
         // SAFETY: a path that lives as long as the library.
-        let path = unsafe { CStr::from_ptr(info.dli_fname) }.to_string_lossy().into_owned();
-        Some(File { address: info.dli_fbase.addr(), path })
+        let path = unsafe { CStr::from_ptr(info.dli_fname) };
+        Some(File { address: info.dli_fbase.addr(), path: OsStr::from_bytes(path.to_bytes()).into() })
     }
 }
 
