@@ -8,7 +8,7 @@ text, see `dl_comm.error_of`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,10 +22,11 @@ from dl_comm._errors import CommError, StateError, as_text
 from dl_comm._groups import Group
 from dl_comm._ops import broadcast_in
 from dl_comm._tensor_names import agreed_order
-from dl_comm.keras import _backend
+from dl_comm.keras import _backend, _common
 from dl_comm.training import Schedule
 
 compiles = True
+build_first = _common.build_first
 
 
 def untraced(function: Any) -> Any:
@@ -87,13 +88,6 @@ def sums(tensors: Sequence[Any], group: Group | None, name: str) -> list[Any]:
         f"{name} has no gradient on jax: use KERAS_BACKEND=tensorflow or torch, or a layer that needs no other rank, "
         "such as keras.layers.GroupNormalization"
     )
-
-
-def build_first(
-    model: Any, train_function: Callable[[Any], Any], broadcast: Callable[[], None]
-) -> Callable[[Any], Any]:
-    """Raises StateError: Keras builds a model before training on this backend, unless it cannot."""
-    raise StateError(f"the model {model.name!r} has no variables yet: call it on one batch before fit")
 
 
 def rate(schedule: Schedule, step: Any, dtype: Any) -> Any:

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from dl_comm._groups import Group
+from dl_comm.keras import _common
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._collectives import allreduce
 from dl_comm.tensorflow._training import learning_rate as rate
@@ -19,18 +20,13 @@ __all__ = ["average", "broadcast", "build_first", "compiles", "is_traced", "outs
 
 compiles = False
 untraced = _ops.no_autograph
+is_traced = _common.is_traced
 
 
 def outside_step() -> AbstractContextManager[None]:
     """Leaves the graph of a `tf.function`."""
     context: AbstractContextManager[None] = tf.init_scope()
     return context
-
-
-def is_traced(values: Sequence[Any]) -> bool:
-    """False: the variables have values, to which `outside_step` can assign."""
-    del values
-    return False
 
 
 def average(

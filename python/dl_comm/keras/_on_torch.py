@@ -6,35 +6,30 @@ Keras calls `apply` after backward, so an allreduce is not hidden behind backwar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import torch
 
-from dl_comm._errors import StateError
 from dl_comm._groups import Group
 from dl_comm._tensor_names import labels, with_keys
-from dl_comm.keras import _backend
+from dl_comm.keras import _backend, _common
 from dl_comm.torch import _ops
 from dl_comm.torch._collectives import allreduce
 from dl_comm.torch._functions import broadcast_in_order
 from dl_comm.training import Schedule
 
 compiles = False
+is_traced = _common.is_traced
+build_first = _common.build_first
 untraced = torch.compiler.disable
 
 
 def outside_step() -> AbstractContextManager[None]:
     """Calls run at once on torch."""
     return contextlib.nullcontext()
-
-
-def is_traced(values: Sequence[Any]) -> bool:
-    """False: torch computes at once."""
-    del values
-    return False
 
 
 def average(
@@ -67,13 +62,6 @@ def sums(tensors: Sequence[Any], group: Group | None, name: str) -> list[Any]:
     if any(tensor.is_meta for tensor in tensors):
         return list(tensors)  # Keras computes shapes, on one rank
     return list(allreduce(list(tensors), group=group, name=name))
-
-
-def build_first(
-    model: Any, train_function: Callable[[Any], Any], broadcast: Callable[[], None]
-) -> Callable[[Any], Any]:
-    """Raises StateError: Keras builds a model before training on this backend, unless it cannot."""
-    raise StateError(f"the model {model.name!r} has no variables yet: call it on one batch before fit")
 
 
 def rate(schedule: Schedule, step: Any, dtype: Any) -> Any:
