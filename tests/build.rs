@@ -9,18 +9,16 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::SystemTime;
 
+/// The sources of the kernels.
+const KERNELS: &str = "../core/src/transport/cuda/kernels";
+
 fn main() -> Result<(), Box<dyn Error>> {
     for variable in ["DL_COMM_TEST_PYTHON", "DL_COMM_CACHE"] {
         println!("cargo:rerun-if-env-changed={variable}");
     }
-    for source in [
-        "../CMakeLists.txt",
-        "../tests/c",
-        "../tests/fake_cuda",
-        "../core/src/transport/cuda/kernels",
-        "../core/include",
-        "../examples/c_average",
-    ] {
+    for source in
+        ["../CMakeLists.txt", "../tests/c", "../tests/fake_cuda", KERNELS, "../core/include", "../examples/c_average"]
+    {
         println!("cargo:rerun-if-changed={source}");
     }
     // Outside of OUT_DIR, of which each of cargo test and cargo clippy has its own: the second builds nothing anew.
@@ -94,7 +92,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 /// Builds the static library that `rust/cuda_kernels.rs` links.
 fn build_host_kernels(folder: &Path) -> Result<(), Box<dyn Error>> {
     println!("cargo:rustc-link-search=native={}", folder.display());
-    let sources = ["rust/cuda_host_kernels.cc", "fake_cuda/kernels_shim.h", "../core/src/transport/cuda/kernels"];
+    let sources = ["rust/cuda_host_kernels.cc", "fake_cuda/all_kernels.h", "fake_cuda/kernels_shim.h", KERNELS];
     for source in sources {
         println!("cargo:rerun-if-changed={source}");
     }
@@ -107,6 +105,8 @@ fn build_host_kernels(folder: &Path) -> Result<(), Box<dyn Error>> {
     cc::Build::new()
         .cpp(true)
         .std("c++17")
+        .include("fake_cuda")
+        .include(KERNELS)
         .file("rust/cuda_host_kernels.cc")
         .opt_level(1)
         .flag("-ffp-contract=off")

@@ -4,19 +4,7 @@
 // Thread rule: one launch at a time. The caller owns all memory.
 #include <string_view>
 
-#include "../fake_cuda/kernels_shim.h"
-// The shim must come first.
-#include "../../core/src/transport/cuda/kernels/allreduce_bits.cu"
-#include "../../core/src/transport/cuda/kernels/allreduce_integers.cu"
-#include "../../core/src/transport/cuda/kernels/allreduce_max.cu"
-#include "../../core/src/transport/cuda/kernels/allreduce_mean.cu"
-#include "../../core/src/transport/cuda/kernels/allreduce_min.cu"
-#include "../../core/src/transport/cuda/kernels/allreduce_product.cu"
-#include "../../core/src/transport/cuda/kernels/allreduce_scaled_max.cu"
-#include "../../core/src/transport/cuda/kernels/allreduce_scaled_mean.cu"
-#include "../../core/src/transport/cuda/kernels/allreduce_scaled_min.cu"
-#include "../../core/src/transport/cuda/kernels/allreduce_scaled_product.cu"
-#include "../../core/src/transport/cuda/kernels/reduce_sum.cu"
+#include "all_kernels.h"
 
 namespace {
 
@@ -25,21 +13,8 @@ struct Kernel {
   void (*run)(const KernelArgs&);
 };
 #define DL_COMM_LISTED(name, S) {#name, name},
-#define DL_COMM_LISTED_MEAN(type, S) DL_COMM_LISTED(average_##type, S)
-#define DL_COMM_LISTED_SUM(type, S) DL_COMM_LISTED(sum_##type, S)
-#define DL_COMM_LISTED_MIN(type, S) DL_COMM_LISTED(min_##type, S)
-#define DL_COMM_LISTED_MAX(type, S) DL_COMM_LISTED(max_##type, S)
-#define DL_COMM_LISTED_PRODUCT(type, S) DL_COMM_LISTED(product_##type, S)
-#define DL_COMM_LISTED_SCALED(type, S)     \
-  DL_COMM_LISTED(scaled_average_##type, S) \
-  DL_COMM_LISTED(scaled_min_##type, S)     \
-  DL_COMM_LISTED(scaled_max_##type, S)     \
-  DL_COMM_LISTED(scaled_product_##type, S)
-constexpr Kernel kKernels[] = {
-    DL_COMM_FLOAT_TYPES(DL_COMM_LISTED_SCALED) DL_COMM_TYPES(DL_COMM_LISTED_MEAN) DL_COMM_TYPES(DL_COMM_LISTED_SUM)
-        DL_COMM_OTHER_INTEGERS(DL_COMM_LISTED_MEAN) DL_COMM_ORDERED_TYPES(DL_COMM_LISTED_MIN)
-            DL_COMM_ORDERED_TYPES(DL_COMM_LISTED_MAX) DL_COMM_PRODUCT_TYPES(DL_COMM_LISTED_PRODUCT)
-                DL_COMM_BIT_OPERATORS(DL_COMM_LISTED){"copy_bytes", copy_bytes}};
+#define DL_COMM_LISTED_ACC(name, S) DL_COMM_LISTED(name, S)
+constexpr Kernel kKernels[] = {DL_COMM_ALL_KERNELS};
 
 }  // namespace
 
