@@ -1,4 +1,4 @@
-//! Builds test programs in C and the fake CUDA driver with the top-level CMakeLists.txt, against the installed package.
+//! Builds test programs in C with the top-level CMakeLists.txt, against the installed package, and the fake CUDA driver.
 //! Generates bindings of TensorFlow's C API. `DL_COMM_TEST_PYTHON` is the interpreter that has the package;
 //! `tests/run.sh` sets it. Also builds the CUDA kernels for the CPU, which needs no package.
 
@@ -16,9 +16,15 @@ fn main() -> Result<(), Box<dyn Error>> {
     for variable in ["DL_COMM_TEST_PYTHON", "DL_COMM_CACHE"] {
         println!("cargo:rerun-if-env-changed={variable}");
     }
-    for source in
-        ["../CMakeLists.txt", "../tests/c", "../tests/fake_cuda", KERNELS, "../core/include", "../examples/c_average"]
-    {
+    for source in [
+        "../CMakeLists.txt",
+        "../tests/c",
+        "fake_cuda",
+        "fake_cuda_env.py",
+        KERNELS,
+        "../core/include",
+        "../examples/c_average",
+    ] {
         println!("cargo:rerun-if-changed={source}");
     }
     // Outside of OUT_DIR, of which each of cargo test and cargo clippy has its own: the second builds nothing anew.
@@ -67,7 +73,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for (name, value) in [
         ("PYTHON", python.clone()),
         ("TF_OPS", tf_ops),
-        ("FAKE_CUDA", format!("{}/fake_cuda", install_dir.display())),
+        ("FAKE_CUDA", output(Command::new(&python).arg("fake_cuda_env.py"))?),
         ("NINE_FUNCTIONS", format!("{}/nine_functions", install_dir.display())),
         ("COLLECTIVES", format!("{}/collectives", install_dir.display())),
         ("GROUPS", format!("{}/groups", install_dir.display())),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 namespace fake {
 
@@ -40,5 +41,7 @@ struct HostKernel {
 
 // Null if there is no such kernel.
 const HostKernel* find_host_kernel(const std::string& name);
+
+std::vector<std::string> host_kernel_names();
 
 }  // namespace fake

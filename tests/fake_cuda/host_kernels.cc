@@ -45,4 +45,10 @@ const HostKernel* find_host_kernel(const std::string& name) {
   return nullptr;
 }
 
+std::vector<std::string> host_kernel_names() {
+  std::vector<std::string> names;
+  for (const HostKernel& kernel : kHostKernels) names.emplace_back(kernel.name);
+  return names;
+}
+
 }  // namespace fake

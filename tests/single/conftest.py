@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hosts
+from fake_cuda_env import build
 from launch import Finished, launch
 from plain_ranks import Ranks, shared_memory
 
@@ -53,16 +52,8 @@ def two() -> Iterator[hosts.Hosts]:
 
 @pytest.fixture(scope="session")
 def fake_cuda() -> Iterator[Path]:
-    """The folder of the fake libcuda.so.1 and libnccl.so.2, for LD_LIBRARY_PATH; built once for all processes."""
-    source = Path(__file__).parents[1] / "fake_cuda"
-    build = Path(__file__).parents[2] / "build/fake_cuda"
-    build.mkdir(parents=True, exist_ok=True)
-    with (build / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for command in (["cmake", "-S", str(source), "-B", str(build)], ["cmake", "--build", str(build), "-j2"]):
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-            assert done.returncode == 0, done.stdout
-    yield build / "lib"
+    """The folder of the fake libcuda.so.1, libnccl.so.2 and libnvrtc.so.12, for LD_LIBRARY_PATH."""
+    yield build()
     # Remove files of killed or aborted processes.
     for file in Path("/dev/shm").glob("fake_*.*.*"):
         if not Path("/proc", file.name.split(".")[1]).exists():

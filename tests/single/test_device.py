@@ -103,6 +103,20 @@ def test_collectives(fake_cuda: Path, ranks: int, path: str) -> None:
     assert not finished.left
 
 
+@pytest.mark.heavy
+def test_collectives_by_kernels_that_nvrtc_has_compiled(fake_cuda: Path, tmp_path: Path) -> None:
+    for library in fake_cuda.iterdir():
+        if "nvrtc" not in library.name:
+            (tmp_path / library.name).symlink_to(library)
+    command = ["-m", "pytest", "-x", "-q", str(PROGRAMS / "test_collectives.py")]
+    cache = tmp_path / "cache"
+    finished = start(
+        tmp_path, 2, command, 500, FAKE_CUDA_CAPABILITY="90", PATH_EXPECTED="ipc", DL_COMM_CACHE=str(cache)
+    )
+    assert finished.returncode == 0, finished.output
+    assert any(kept.stat().st_size > 100_000 for kept in (cache / "kernels").iterdir())
+
+
 @pytest.mark.parametrize(
     ("ranks", "path", "which"),
     [(2, "ipc", "not of_every_type or float32")]
