@@ -90,11 +90,13 @@ impl Arena {
         Some(segment.map.as_mut_ptr().wrapping_add(offset - segment.start))
     }
 
-    /// The offset of a range of addresses of this process.
+    /// The offset of a range of addresses of this process. One that begins where a segment ends is in the next one, also if it
+    /// is empty: the kernel may have mapped them side by side.
     pub fn offset(&self, range: &Range<usize>) -> Option<usize> {
         self.mapped().find_map(|segment| {
             let start = segment.map.as_ptr().addr();
-            let is_inside = range.start >= start && range.end <= start + segment.map.len();
+            let end = start + segment.map.len();
+            let is_inside = (start..end).contains(&range.start) && range.end <= end;
             is_inside.then(|| range.start - start + segment.start)
         })
     }

@@ -346,6 +346,18 @@ mod tests {
     }
 
     #[test]
+    fn an_address_belongs_to_the_segment_that_begins_there() {
+        let [arenas, _other] = two_ranks(usize::MAX);
+        arenas.alloc_zeroed(5 << 20).unwrap();
+        for segment in arenas.own().mapped() {
+            let (start, end) = (segment.map.as_ptr().addr(), segment.map.as_ptr().addr() + segment.map.len());
+            assert_eq!(arenas.own().offset(&(start..start)), Some(segment.start));
+            let next = arenas.own().offset(&(end..end));
+            assert!(next.is_none_or(|next| next != segment.end()), "{next:?} is after the segment");
+        }
+    }
+
+    #[test]
     fn held_memory_is_used_again_after_the_hold() {
         let [arenas, _other] = two_ranks(usize::MAX).map(Arc::new);
         let before = arenas.used_bytes();
