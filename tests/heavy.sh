@@ -2,7 +2,7 @@
 # Checks that are too slow for the gate: Loom, the thread sanitizer, the fuzzers (docs/verification.md describes them), the slowest
 # programs, repeated faults, and the soak test. Needs the environment of tests/run.sh (run that first); checks without their
 # tool are skipped with a message.
-# tests/heavy.sh [loom|tsan|fuzz|ranks|random|programs|c10d|faults|soak]...
+# tests/heavy.sh [loom|tsan|properties|aarch64|fuzz|ranks|random|programs|c10d|faults|soak]...
 # FUZZ_SECONDS (60): for each fuzzer. FAULT_ROUNDS (20). SOAK_MINUTES (20).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,7 +12,7 @@ source tests/environment.sh
 export LD_LIBRARY_PATH="$venv/lib" DL_COMM_DUMP_DIR=none
 
 cases=("$@")
-[ $# -gt 0 ] || cases=(loom tsan fuzz ranks random programs c10d faults soak)
+[ $# -gt 0 ] || cases=(loom tsan properties aarch64 fuzz ranks random programs c10d faults soak)
 target=x86_64-unknown-linux-gnu
 
 loom() { # Loom: all interleavings within the bounds of core/tests/loom*.rs
@@ -28,6 +28,21 @@ tsan() { # ranks as threads under the thread sanitizer, with an instrumented sta
   RUSTC_BOOTSTRAP=1 CARGO_TARGET_DIR=target/tsan RUSTFLAGS="-Zsanitizer=thread" timeout 1800 cargo test --locked \
     -Zbuild-std --target "$target" -p dl_comm_core --test collectives --test matching --test schedules --test failures --test parameter_server \
     -- --skip a_broadcast_may_write_the_same_memory_twice # by several threads, with equal bytes
+}
+
+properties() { # all random cases of the property tests of the core, of which the gate runs a third
+  DL_COMM_TEST_CASES=all timeout 1800 cargo test --locked -p dl_comm_core -p dl_comm_python
+}
+
+aarch64() { # the Rust code for the other kind of processor, whose char is unsigned, for example
+  local target=aarch64-unknown-linux-gnu compiler=aarch64-linux-gnu-gcc
+  [ -d "$(rustc --print target-libdir --target $target)" ] && command -v $compiler aarch64-linux-gnu-g++ >/dev/null ||
+    { echo "skipped: needs 'rustup target add $target', and $compiler and g++ (on Debian crossbuild-essential-arm64)" && return 2; }
+  # Nothing is linked, so the headers of this machine's MPI do.
+  export BINDGEN_EXTRA_CLANG_ARGS_aarch64_unknown_linux_gnu
+  BINDGEN_EXTRA_CLANG_ARGS_aarch64_unknown_linux_gnu="-isystem $($compiler -print-file-name=include) -isystem /usr/aarch64-linux-gnu/include"
+  MPICH_CC=$compiler CC_aarch64_unknown_linux_gnu=$compiler CXX_aarch64_unknown_linux_gnu=aarch64-linux-gnu-g++ \
+    CARGO_TARGET_DIR=target/aarch64 cargo clippy --locked --target $target --package=dl_comm_core --package=dl_comm_python -- -D warnings
 }
 
 fuzz() {
@@ -94,7 +109,7 @@ soak() { # random calls on two and three ranks: checks values and memory growth
 for case in "${cases[@]}"; do
   echo "== $case ($(date +%H:%M:%S))"
   case $case in
-    loom | tsan | fuzz | ranks | random | programs | c10d | faults | soak) ("$case") ;;
+    loom | tsan | properties | aarch64 | fuzz | ranks | random | programs | c10d | faults | soak) ("$case") ;;
     *) echo "no case $case" && false ;;
   esac
   case $? in

@@ -12,6 +12,7 @@ use common::{Element, groups, tensor};
 use dl_comm_core::buffer::Tensor;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallOptions, Group, start_adasum};
+use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
 
 fn value(rank: usize, tensor: usize, index: usize) -> f64 {
@@ -74,7 +75,7 @@ fn check<T: Element>(hosts: &[usize], lens: &[usize], of: fn(f64) -> T, wide: fn
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(cases(24)))]
 
     #[test]
     fn every_rank_gets_the_tree_of_adasums(

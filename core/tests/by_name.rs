@@ -15,7 +15,7 @@ use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallOptions, Timeout};
 use dl_comm_core::reduce::ReduceOp;
-use dl_comm_core::transport::in_process::Access;
+use dl_comm_core::transport::in_process::{Access, cases};
 use proptest::prelude::*;
 
 const SUM: Op = Op::allreduce(ReduceOp::Sum);
@@ -94,7 +94,7 @@ fn many_calls_in_flight_meet_few() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(cases(200)))]
 
     /// Calls by name and calls in order, of which some share memory with the one before it, short and long.
     #[test]

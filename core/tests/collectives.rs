@@ -7,7 +7,7 @@ use common::{Element, Rank, World, tensor};
 use dl_comm_core::buffer::{Buffer, Tensor};
 use dl_comm_core::collective::{Algorithm, AlgorithmSetting, Op};
 use dl_comm_core::dtype::DType;
-use dl_comm_core::transport::in_process::Access;
+use dl_comm_core::transport::in_process::{Access, cases};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
@@ -266,7 +266,7 @@ fn reference(hosts: &[usize], inputs: &[Vec<f32>]) -> Vec<f32> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(cases(64)))]
 
     /// The bits depend on none of these: the algorithm between hosts, chunks, threads, the split into tensors, and
     /// shared memory, also with out-of-place tensors on some ranks. A ring gives equal bits on all ranks, which may

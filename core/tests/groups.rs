@@ -13,6 +13,7 @@ use dl_comm_core::collective::Op;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallOptions, Group};
 use dl_comm_core::reduce::ReduceOp;
+use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
 
 /// Sums `values` over the ranks of `group`.
@@ -37,7 +38,7 @@ fn member_lists() -> impl Strategy<Value = Vec<Vec<usize>>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(cases(12)))]
 
     /// Overlapping groups are called by different threads of a rank, in an order of their own on each rank.
     #[test]

@@ -13,6 +13,7 @@ use dl_comm_core::collective::Op;
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallHandle, CallOptions, Group, SmallCallInput, Timeout, wait_for_result};
+use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
 
 /// Starts an allreduce in place, by the fast path if there is a call like it.
@@ -58,7 +59,7 @@ enum Use {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
     /// Every mixture of uses on the ranks gives the means, in the order of the calls.
     #[test]
     fn every_mixture_of_uses_gives_the_means(

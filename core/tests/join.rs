@@ -12,6 +12,7 @@ use dl_comm_core::collective::Op;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallOptions, Group, Timeout};
 use dl_comm_core::reduce::ReduceOp;
+use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
 
 const SECONDS: Duration = Duration::from_secs(60);
@@ -43,7 +44,7 @@ fn join(group: &Group) -> Result<usize> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(cases(24)))]
 
     #[test]
     fn ranks_without_data_contribute_zeros(

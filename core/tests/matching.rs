@@ -10,6 +10,7 @@ use std::time::Duration;
 use common::{Rank, World, tensor};
 use dl_comm_core::collective::Op;
 use dl_comm_core::error::{Error, Result};
+use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
 
 /// The parts of a call that its signature depends on.
@@ -104,7 +105,7 @@ fn same_calls() -> impl Strategy<Value = (Vec<usize>, Vec<Vec<Call>>, Vec<u8>)> 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(cases(1500)))]
 
     #[test]
     fn any_order_gives_the_same_bits((hosts, orders, pauses) in same_calls()) {
@@ -136,7 +137,7 @@ fn many_calls_in_opposite_order() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(cases(500)))]
 
     /// One rank lacks a call, has an additional one, or a different one. Matched calls have correct results, failed
     /// calls have the correct error, and calls that the other ranks do not match fail too.

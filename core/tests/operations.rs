@@ -15,7 +15,7 @@ use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallOptions, Timeout};
 use dl_comm_core::reduce::ReduceOp;
-use dl_comm_core::transport::in_process::Access;
+use dl_comm_core::transport::in_process::{Access, cases};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
@@ -539,7 +539,7 @@ fn invalid_arguments_are_rejected() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
 
     /// An allreduce is an all-gather of a reduce-scatter, to the bit, and a reduce gives its root the same.
     #[test]

@@ -11,6 +11,7 @@ use dl_comm_core::buffer::Buffer;
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Error;
 use dl_comm_core::p2p::{Message, Scope, Spans, Status, Then, Transfer};
+use dl_comm_core::transport::in_process::cases;
 use dl_comm_core::transport::mailbox::ring::CELL_BYTES;
 use proptest::prelude::*;
 
@@ -525,7 +526,7 @@ fn the_thread_ends_when_nothing_is_under_way() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(cases(24)))]
 
     /// Any-source receives get every message once; messages of one sender and tag come in their order.
     #[test]

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use dl_comm_core::error::Error;
 use dl_comm_core::p2p::{Message, Scope, Spans, Status, Transfer};
+use dl_comm_core::transport::in_process::cases;
 use dl_comm_core::transport::in_process::messages::ThreadMessages;
 use proptest::prelude::*;
 
@@ -317,7 +318,7 @@ fn many_threads_of_a_rank_send_and_receive() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(cases(24)))]
 
     /// Every rank sends to every other one, and receives from any rank or a given one: each message comes once, those of
     /// one sender and tag in their order.

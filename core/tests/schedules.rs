@@ -6,6 +6,7 @@ mod common;
 use common::{Rank, World};
 use dl_comm_core::error::Error;
 use dl_comm_core::plugin::{Arguments, Cooldown, Schedule};
+use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
 
 fn schedule(trans_alg: i32, ksteps: i32, max_steps: i32) -> Schedule {
@@ -131,7 +132,7 @@ fn a_failure_in_a_transition_reaches_every_rank_once() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(cases(24)))]
 
     #[test]
     fn every_mean_is_returned_once(
