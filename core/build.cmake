@@ -54,7 +54,8 @@ if(libclang AND NOT DEFINED ENV{LIBCLANG_PATH})
 endif()
 set(cargo_build "${CMAKE_COMMAND}" -E env ${cargo_env} "${CARGO}" build --release --locked
   --manifest-path "${CMAKE_SOURCE_DIR}/Cargo.toml" --target-dir "${CMAKE_BINARY_DIR}/cargo-${mpi_identity}")
-set(built "${CMAKE_BINARY_DIR}/cargo-${mpi_identity}/release")
+# For another machine than this one cargo has a folder for each target.
+set(built "${CMAKE_BINARY_DIR}/cargo-${mpi_identity}/$ENV{CARGO_BUILD_TARGET}/release")
 
 # cargo knows what is up to date, so both run at every build.
 add_custom_target(dl_comm_core ALL

@@ -2,21 +2,37 @@
 # What a release is: a wheel that needs no compiler, for Linux with glibc 2.28 or later (RHEL 8, Debian 10, Ubuntu 20.04), and the
 # source distribution.
 #   release/build.sh [FOLDER [REQUIREMENT...]]     into FOLDER (dist); the requirements are those of tests/full_wheel.sh
+# The wheel is for the processor of python3, or $PYTHON: x86-64 or aarch64. That may be an interpreter for aarch64 that runs in an
+# emulator (docs/wheels.md): then Debian's cross compilers, and Rust's target, do the work at full speed.
 # This machine may have a newer glibc, whose functions have newer versions. So the linker gets a list of the functions of
-# glibc 2.28, made by the package ziglang, and C++ a header as it was then. Needs x86-64, and what tests/full_wheel.sh needs.
+# glibc 2.28, made by the package ziglang, and C++ a header as it was then. Needs what tests/full_wheel.sh needs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 glibc=2.28
 folder=${1:-dist}
 shift $(($# < 1 ? $# : 1))
+python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"${PYTHON:-python3}" -m venv "$work/tools"
+machine=$("$python" -c 'import platform; print(platform.machine())')
+if [ "$machine" != "$(uname -m)" ]; then
+  target=$machine-unknown-linux-gnu
+  export CC=$machine-linux-gnu-gcc CXX=$machine-linux-gnu-g++ CARGO_BUILD_TARGET=$target
+  linker=CARGO_TARGET_${target^^}_LINKER clang_args=BINDGEN_EXTRA_CLANG_ARGS_${target//-/_}
+  export "${linker//-/_}=$CC" "$clang_args=-isystem $($CC -print-file-name=include) -isystem /usr/$machine-linux-gnu/include"
+  # Build scripts run on this machine, and load the libclang of its Python. The compiler of MPI's mpicc is another variable.
+  python3 -m venv "$work/native"
+  "$work/native/bin/pip" install -q libclang
+  LIBCLANG_PATH=$(echo "$work"/native/lib/python*/site-packages/clang/native)
+  export LIBCLANG_PATH MPICH_CC=$CC
+fi
+
+"$python" -m venv "$work/tools"
 "$work/tools/bin/pip" install -q ziglang build
 echo 'int main(void) { return 0; }' >"$work/empty.c"
 export ZIG_GLOBAL_CACHE_DIR=$work/zig ZIG_LOCAL_CACHE_DIR=$work/zig
-"$work/tools/bin/python" -m ziglang cc -target "x86_64-linux-gnu.$glibc" "$work/empty.c" -o "$work/empty"
+"$work/tools/bin/python" -m ziglang cc -target "$machine-linux-gnu.$glibc" "$work/empty.c" -o "$work/empty"
 mkdir "$work/lib"
 find "$work/zig" \( -name 'lib*.so.[0-9]' -o -name libc_nonshared.a \) -exec cp {} "$work/lib" \;
 for library in "$work"/lib/lib*.so.[0-9]; do
@@ -51,7 +67,7 @@ export CXXFLAGS="-include $work/include/older.h"
 tests/full_wheel.sh build "$work/wheel" "$@"
 wheel=$(echo "$work"/wheel/*.whl)
 case $wheel in
-  *manylinux_2_2[0-8]_* | *manylinux_2_1[0-9]_*) ;;
+  *manylinux_2_2[0-8]_"$machine"* | *manylinux_2_1[0-9]_"$machine"*) ;;
   *) echo "the wheel needs a newer glibc than $glibc: ${wheel##*/}" >&2 && exit 1 ;;
 esac
 unset RUSTFLAGS LDFLAGS CPLUS_INCLUDE_PATH CXXFLAGS

@@ -14,11 +14,12 @@ trap 'rm -rf "$work"' EXIT
 fails() { echo "release/check.sh: $*" >&2 && exit 1; }
 
 shopt -s nullglob
-wheels=("$folder"/dl_comm-*.whl) sources=("$folder"/dl_comm-*.tar.gz)
-[ ${#wheels[@]} -eq 1 ] || fails "$folder has ${#wheels[@]} wheels of dl_comm instead of 1"
+machine=$("$python" -c 'import platform; print(platform.machine())')
+wheels=("$folder"/dl_comm-*"$machine".whl) sources=("$folder"/dl_comm-*.tar.gz)
+[ ${#wheels[@]} -eq 1 ] || fails "$folder has ${#wheels[@]} wheels of dl_comm for $machine instead of 1"
 [ ${#sources[@]} -eq 1 ] || fails "$folder has ${#sources[@]} source distributions of dl_comm instead of 1"
 wheel=${wheels[0]##*/} source=${sources[0]##*/}
-[[ $wheel == *manylinux_2_28_x86_64* || $wheel == *manylinux_2_2[0-7]_x86_64* ]] || fails "$wheel is not for glibc 2.28"
+[[ $wheel == *manylinux_2_28_* || $wheel == *manylinux_2_2[0-7]_* ]] || fails "$wheel is not for glibc 2.28"
 version=${wheel#dl_comm-}
 [ "${version%%-*}" = "$(basename "${source#dl_comm-}" .tar.gz)" ] || fails "$wheel and $source have two versions"
 

@@ -3,7 +3,8 @@
 # own that has this version.
 #   tests/full_wheel.sh build [FOLDER [REQUIREMENT...]]   the wheel in FOLDER (dist); the requirements: torch==2.15.0 ...
 #   tests/full_wheel.sh test WHEEL [REQUIREMENT...]       trains on 2 ranks where no compiler and no Rust is on the PATH
-# For the interpreter python3, or $PYTHON. An environment has up to 6 GB, one exists at a time, in $TMPDIR.
+# For the interpreter python3, or $PYTHON. An environment has up to 6 GB, one exists at a time, in $TMPDIR. $KERNELS: a wheel of the
+# same sources, for whatever processor, whose kernels for GPUs are taken instead of compiling them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
@@ -42,9 +43,14 @@ build() { # FOLDER REQUIREMENT...
   done
   step "the kernels for GPUs"
   rm -rf "$work/venv"
-  "$python" -m venv "$work/venv"
-  "$work/venv/bin/pip" install -q "$plain" nvidia-cuda-nvrtc-cu12
-  "$work/venv/bin/python" -m dl_comm.build kernels --into "$work/kernels"
+  if [ -n "${KERNELS:-}" ]; then
+    python3 -m zipfile -e "$KERNELS" "$work/other"
+    mv "$work/other/dl_comm/kernels" "$work/kernels"
+  else
+    "$python" -m venv "$work/venv"
+    "$work/venv/bin/pip" install -q "$plain" nvidia-cuda-nvrtc-cu12
+    "$work/venv/bin/python" -m dl_comm.build kernels --into "$work/kernels"
+  fi
   step "the wheel"
   "$work/tools/bin/wheel" unpack -d "$work/unpacked" "$plain"
   mv "$work/prebuilt" "$work/kernels" "$(echo "$work"/unpacked/*)/dl_comm"

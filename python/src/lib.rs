@@ -297,7 +297,8 @@ fn read_text(py: Python<'_>, function: impl Fn(&mut [std::ffi::c_char]) -> i32 +
     loop {
         let length = usize::try_from(call(py, || function(&mut text))?)?;
         if length < text.len() {
-            let bytes: Vec<u8> = text[..length].iter().map(|&letter| letter.cast_unsigned()).collect();
+            // A char of C is signed on some processors only.
+            let bytes: Vec<u8> = text[..length].iter().map(|&letter| letter.to_ne_bytes()[0]).collect();
             return Ok(String::from_utf8_lossy(&bytes).into_owned());
         }
         text.resize(length + 1, 0);

@@ -4,7 +4,7 @@
 //! Thread rule: NumPy calls the handlers with the GIL.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::{CStr, c_void};
 use std::marker::PhantomData;
 use std::process;
 use std::ptr;
@@ -21,7 +21,7 @@ use crate::api;
 /// `PyDataMem_Handler` of NumPy's C API.
 #[repr(C)]
 struct Handler {
-    name: [c_char; 127],
+    name: [u8; 127],
     version: u8,
     context: *mut c_void,
     malloc: extern "C" fn(*mut c_void, usize) -> *mut c_void,
@@ -40,11 +40,11 @@ const VERSION: u8 = 1;
 const SET_HANDLER: usize = 304;
 const GET_HANDLER: usize = 305;
 
-const fn name(text: &str) -> [c_char; 127] {
+const fn name(text: &str) -> [u8; 127] {
     let mut name = [0; 127];
     let mut index = 0;
     while index < text.len() {
-        name[index] = text.as_bytes()[index].cast_signed();
+        name[index] = text.as_bytes()[index];
         index += 1;
     }
     name
@@ -283,7 +283,7 @@ pub fn empty_result<'py>(
     let before = current(py)?;
     let is_default = before.cast::<PyCapsule>()?.pointer_checked(Some(CAPSULE)).is_ok_and(|handler| {
         // SAFETY: capsules of this name have a handler, whose name is a C string.
-        unsafe { CStr::from_ptr(handler.cast::<Handler>().as_ref().name.as_ptr()) == c"default_allocator" }
+        unsafe { CStr::from_ptr(handler.cast::<Handler>().as_ref().name.as_ptr().cast()) == c"default_allocator" }
     });
     if !is_default {
         return empty.call1((shape, dtype));

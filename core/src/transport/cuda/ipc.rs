@@ -155,7 +155,7 @@ impl IpcExports {
         if unsafe { sys::cuIpcGetMemHandle(&raw mut handle, start) }.result().is_err() {
             return Ok(None);
         }
-        let handle = handle.reserved.map(|byte| byte as u8);
+        let handle = handle.reserved.map(|byte| byte.to_ne_bytes()[0]);
         let export = ExportedAllocation { id, start, len: len as u64, handle };
         self.known.insert(start, export);
         Ok(Some(export))
