@@ -98,6 +98,20 @@ class Ranks:
             assert time.monotonic() < until, marks
             time.sleep(0.01)
 
+    def wait_for_connections(self, count: int) -> None:
+        """Waits until so many connections to the address of rank 0 stand."""
+        port, until = int(self.address.rpartition(":")[2]), time.monotonic() + 90
+        while True:
+            lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+            # Local address, remote address, state (1: established).
+            if (
+                sum(int(remote.rpartition(":")[2], 16) == port and state == "01" for _, _, remote, state, *_ in lines)
+                >= count
+            ):
+                return
+            assert time.monotonic() < until, lines
+            time.sleep(0.01)
+
     def forget(self, *marks: str) -> None:
         """Removes marks of earlier programs."""
         for name in marks:
