@@ -2,6 +2,7 @@
 // module.cc reads. It knows GPUs of compute capability 8.0 and 9.0. tests/single/test_cuda_kernels.py has the real one.
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <string>
@@ -99,6 +100,11 @@ FAKE_API Result nvrtcDestroyProgram(Program** program) {
 }
 
 FAKE_API Result nvrtcCompileProgram(Program* program, int count, const char* const* options) {
+  const char* refused = std::getenv("FAKE_CUDA_NVRTC_FAILS");
+  if (refused != nullptr && program->source.find(refused) != std::string::npos) {
+    program->log = "FAKE_CUDA_NVRTC_FAILS";
+    return kCompilation;
+  }
   const std::vector<std::string> kernels = kernels_of(program->source);
   if (kernels.empty()) {
     program->log = "the source defines no kernel";

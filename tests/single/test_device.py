@@ -411,6 +411,44 @@ def test_compiled_kernels_are_cached_for_the_next_process(fake_cuda: Path, tmp_p
     assert run().read_bytes() == b"not a kernel"
 
 
+LACKING = """
+import os
+import numpy as np
+from arrays import Array, use
+import dl_comm
+
+rank = dl_comm.rank()
+os.environ["DL_COMM_CACHE"] += f"/{rank}"  # with one cache, one rank finds what the other has compiled
+dl_comm.init()
+use(0)
+if rank == 1:
+    os.environ["FAKE_CUDA_NVRTC_FAILS"] = "product_"
+
+def call(operator, expected):
+    # Longer than what goes through bounce buffers.
+    for length in (100, 300_000):
+        array = Array(np.full(length, 2.0 + rank, "f4"))
+        dl_comm.allreduce(array, operator, out=array)
+        assert (array.get() == expected).all(), (operator, length)
+
+call("product", 6)
+call("max", 3)
+call("product", 6)
+call("sum", 5)
+print("all right\\n", end="")
+dl_comm.finalize()
+"""
+
+
+def test_calls_go_through_the_host_if_a_rank_lacks_their_kernels(fake_cuda: Path, tmp_path: Path) -> None:
+    (tmp_path / "lacking.py").write_text(LACKING)
+    finished = start(fake_cuda, 2, [str(tmp_path / "lacking.py")], 100, DL_COMM_CACHE=str(tmp_path))
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("all right") == 2, finished.output
+    # Once, on the rank that lacks them.
+    assert finished.output.count("such calls go through host memory") == 1, finished.output
+
+
 @pytest.mark.parametrize("name", ["DL_COMM_GPU_PATH", "DL_COMM_PIPELINE_CHUNK_KB"])
 def test_settings_that_differ_between_ranks_are_reported(tmp_path: Path, name: str) -> None:
     script = tmp_path / "differs.py"

@@ -20,9 +20,7 @@ use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::log::log_line;
 use crate::transport::WaitContext;
-use crate::transport::gpu::{
-    Address, Context, Event, Stream, TAKE_TURNS, has_kernel, has_partial_kernel, nccl_version,
-};
+use crate::transport::gpu::{Address, Context, Event, Stream, TAKE_TURNS, has_partial_kernel, nccl_version};
 
 /// The resources of a group for calls on device memory, created by its first such call.
 pub struct DevicePath {
@@ -188,7 +186,6 @@ impl DevicePath {
                 Ok(DeviceResult::FallBackToHost)
             }
             PathState::SingleRank(stream) => run_single_rank(call, stream).map(DeviceResult::Enqueued),
-            PathState::Ipc(_) if !call.reductions().all(has_kernel) => Ok(DeviceResult::FallBackToHost),
             PathState::IpcStaged(_) if !call.reductions().all(has_partial_kernel) => Ok(DeviceResult::FallBackToHost),
             PathState::Ipc(path) => path.run(channel, call, wait_ctx),
             PathState::IpcStaged(path) => path.run(channel, call, wait_ctx),

@@ -26,9 +26,10 @@ use crate::collective::call::Call;
 use crate::collective::channel::Channel;
 use crate::collective::selection::{Limit, Selection};
 use crate::error::Result;
+use crate::log::log_line;
 use crate::reduce::ReduceOp;
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Event, ExportUpdates, PeerImports, ReportedExports};
+use crate::transport::gpu::{Address, Event, ExportUpdates, PeerImports, ReportedExports, Set, kernel_set};
 use crate::wire_layout::{TensorRange, slice};
 
 /// A smaller allocation would share a driver block with other memory of the process and expose that to the peers.
@@ -64,6 +65,8 @@ pub(super) struct IpcPath {
     /// The number of large calls that ran in chunks because GPU IPC cannot open a rank's tensors.
     pub calls_in_chunks: usize,
     launcher: Launcher,
+    /// The sets of kernels that calls have needed, and whether all ranks have them.
+    sets: Vec<(Set, bool)>,
 }
 
 /// The memory for calls in chunks.
@@ -84,7 +87,9 @@ impl IpcPath {
             launcher.blocks = LINK_BLOCKS;
         }
         let (reported, chunks) = (ReportedExports::default(), Chunks::NotRequested);
-        Ok(IpcPath { peers, num_one_shots: 0, one_shot_max, reported, chunks, calls_in_chunks: 0, launcher })
+        // The ranks have agreed on the means before they chose this path.
+        let sets = vec![(Set::Means, true)];
+        Ok(IpcPath { peers, num_one_shots: 0, one_shot_max, reported, chunks, calls_in_chunks: 0, launcher, sets })
     }
 
     /// Bytes of one of the two halves of a bounce buffer, which calls take in turn.
@@ -100,6 +105,9 @@ impl IpcPath {
 
     /// Runs a call on which all ranks agree.
     pub fn run(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<DeviceResult> {
+        if !self.has_kernels(channel, call, wait_ctx)? {
+            return Ok(DeviceResult::FallBackToHost);
+        }
         if !call.op.is_allreduce() && !call.op.is_broadcast() {
             return self.run_in_rounds(channel, call, wait_ctx).map(DeviceResult::Enqueued);
         }
@@ -115,6 +123,32 @@ impl IpcPath {
             Some(addresses) => self.two_shot(channel, call, &addresses, wait_ctx).map(DeviceResult::Enqueued),
             None => self.run_in_chunks(channel, call, wait_ctx),
         }
+    }
+
+    /// Whether all ranks have the kernels of a call. They agree on this at the first call that needs a set.
+    fn has_kernels(&mut self, channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
+        for reduction in call.reductions() {
+            let Some(set) = kernel_set(reduction) else { return Ok(false) };
+            let known = self.sets.iter().find(|known| known.0 == set);
+            let everywhere = match known {
+                Some(&(_, everywhere)) => everywhere,
+                None => {
+                    let own = self.peers.context.kernels().and_then(|kernels| kernels.ready(set));
+                    let everywhere = all_agree(channel, own.is_ok(), wait_ctx)?;
+                    if let Err(error) = own {
+                        log_line(&format!(
+                            "GPU kernels cannot be loaded, so such calls go through host memory: {error}"
+                        ));
+                    }
+                    self.sets.push((set, everywhere));
+                    everywhere
+                }
+            };
+            if !everywhere {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Each rank computes the whole result from all bounce buffers. Two buffers alternate: a rank that reaches a call

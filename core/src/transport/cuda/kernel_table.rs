@@ -4,21 +4,27 @@ use crate::dtype::DType;
 use crate::reduce::{ReduceOp, Reduction};
 
 /// Kernels that are compiled together. [`Set::Means`] are always needed, the others by the first call that needs them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Set {
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Set {
     /// Frequent means, and copies of bytes.
     Means,
     /// Means of other integers.
     Integers,
+    /// Minima.
     Minima,
+    /// Maxima.
     Maxima,
+    /// Products.
     Products,
     /// Operators on bits.
     Bits,
-    /// With factors; sums are means.
+    /// Means with factors; sums are means.
     ScaledMeans,
+    /// Minima with factors.
     ScaledMinima,
+    /// Maxima with factors.
     ScaledMaxima,
+    /// Products with factors.
     ScaledProducts,
     /// Undivided sums.
     Sums,
@@ -135,10 +141,10 @@ pub(super) fn kernel_of(op: ReduceOp, dtype: DType, precise: bool) -> Option<(Se
     }
 }
 
-/// Whether there are kernels for `reduction`: sums are means with the divisor 1. Without kernels, it must run on the host.
-pub fn has_kernel(reduction: Reduction) -> bool {
+/// The set of the kernel for `reduction`: sums are means with the divisor 1. Without one, it must run on the host.
+pub fn kernel_set(reduction: Reduction) -> Option<Set> {
     let Reduction { op, dtype, acc_f64, .. } = reduction;
-    kernel_of(op, kernel_type(op, dtype), acc_f64).is_some()
+    kernel_of(op, kernel_type(op, dtype), acc_f64).map(|(set, _)| set)
 }
 
 /// Whether there are kernels for the undivided sums of `reduction` that the host goes on with. It has other accumulators
@@ -175,7 +181,7 @@ mod tests {
                 for acc_f64 in [false, true] {
                     let reduction = Reduction { op, dtype, acc_f64, wire_is_acc: false, divisor: 2 };
                     let is_float = dtype.is_float() || [DType::Complex64, DType::Complex128].contains(&dtype);
-                    assert_eq!(has_kernel(reduction), op.factors().is_none() || is_float, "{reduction:?}");
+                    assert_eq!(kernel_set(reduction).is_some(), op.factors().is_none() || is_float, "{reduction:?}");
                     kernels.extend(kernel_of(op, kernel_type(op, dtype), acc_f64));
                     let frequent = FLOATS.contains(&dtype)
                         || op == ReduceOp::Mean && [DType::I8, DType::U8, DType::I32, DType::I64].contains(&dtype);

@@ -114,7 +114,7 @@ impl Kernels {
     /// accumulators are float64. The first call of an operator may compile kernels.
     ///
     /// # Errors
-    /// [`Error::System`]; [`Error::Internal`] for an element type without kernels; see [`super::has_kernel`].
+    /// [`Error::System`]; [`Error::Internal`] for an element type without kernels; see [`super::kernel_set`].
     ///
     /// # Safety
     /// The memory of `args` is valid and not used otherwise until the kernel has finished; the stream's context is current.
@@ -143,9 +143,12 @@ impl Kernels {
         unsafe { self.launch(self.function(Set::Sums, name)?, args, stream) }
     }
 
-    /// Compiles the sum kernels and loads them into the current context, unless that was done before.
-    pub fn load_sums(&self) -> Result<()> {
-        self.load(Set::Sums).map(|_| ())
+    /// Compiles kernels and loads them into the current context, unless that was done before.
+    ///
+    /// # Errors
+    /// [`Error::System`] without a compiler or memory, each time.
+    pub fn ready(&self, set: Set) -> Result<()> {
+        self.load(set).map(|_| ())
     }
 
     fn load(&self, set: Set) -> Result<&[Function]> {
