@@ -4,6 +4,7 @@
 mod common;
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,7 @@ use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallHandle, CallOptions, Group, SmallCallInput, Timeout, wait_for_result};
 use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
+use serde_json::Value;
 
 /// Starts an allreduce in place, by the fast path if there is a call like it.
 fn start(group: &Group, data: &mut [f32]) -> CallHandle {
@@ -27,7 +29,7 @@ fn start(group: &Group, data: &mut [f32]) -> CallHandle {
         let (handle, done) = CallHandle::new(None);
         // SAFETY: as above.
         unsafe { group.submit(Op::MEAN, vec![vec![tensor(data)]], CallOptions::default(), done) };
-        handle
+        group.led(handle)
     })
 }
 
@@ -213,6 +215,61 @@ fn threads_of_a_rank_do_not_overtake_a_held_call() {
                 });
             }
         });
+    });
+}
+
+/// The group's thread is in the callback of a call, which ends once this test has waited for later calls.
+#[test]
+fn who_waits_runs_the_calls_up_to_its_own() {
+    for blocks in [true, false] {
+        World::new(&[2]).run(|rank| {
+            let group = rank.team.group();
+            let (entered, has_entered) = channel();
+            let (ends, end) = channel::<()>();
+            let then = move |_: Result<()>| {
+                entered.send(()).unwrap();
+                end.recv_timeout(Duration::from_secs(20)).unwrap();
+            };
+            let (first, done) = CallHandle::new(Some(Box::new(then)));
+            let mut data = vec![vec![rank.rank as f32; 100_000]; 3];
+            // SAFETY: the data outlives the waits below.
+            unsafe { group.submit(Op::MEAN, vec![vec![tensor(&mut data[0])]], CallOptions::default(), done) };
+            has_entered.recv().unwrap();
+            let second = start(group, &mut data[1]);
+            if blocks {
+                run(group, &mut data[2]).unwrap();
+            } else {
+                start(group, &mut data[2]).wait(None, || {}).unwrap();
+            }
+            assert_eq!(second.test(), Some(Ok(())), "it is before the third");
+            assert_eq!(first.test(), None);
+            ends.send(()).unwrap();
+            first.wait(None, || {}).unwrap();
+            assert!(data.iter().flatten().all(|&value| value == 0.5));
+        });
+    }
+}
+
+/// A call that nobody waits for is in the dump.
+#[test]
+fn a_held_call_is_in_the_dump() {
+    World::new(&[2]).run(|rank| {
+        let group = warm_up(rank, 4);
+        let mut data = [rank.rank as f32; 4];
+        if rank.rank == 0 {
+            let handle = start(group, &mut data);
+            let dump = group.dump();
+            let last = dump["calls"].as_array().unwrap().last().unwrap();
+            assert_eq!((&last["ended_s"], last["tensors"][0].as_str()), (&Value::Null, Some("tensor 0: float32[4]")));
+            run(group, &mut [0.0; 5]).unwrap();
+            assert_eq!(handle.test(), Some(Ok(())), "{last}");
+        } else {
+            // So that rank 0 holds its call.
+            sleep(Duration::from_millis(100));
+            start(group, &mut data).wait(None, || {}).unwrap();
+            run(group, &mut [0.0; 5]).unwrap();
+        }
+        assert_eq!(data, [0.5; 4]);
     });
 }
 

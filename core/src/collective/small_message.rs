@@ -55,6 +55,12 @@ impl Channel {
         PostedCall { seq, all_posted: self.shm.post_and_spin(seq, spins) }
     }
 
+    /// Spins for the other ranks; returns whether all have posted.
+    pub fn spin_posted(&self, posted: &mut PostedCall) -> bool {
+        posted.all_posted = posted.all_posted || self.shm.spin_small(posted.seq, u32::MAX);
+        posted.all_posted
+    }
+
     /// Completes a posted call once all ranks have posted; false, with nothing written, if the calls differ.
     ///
     /// # Errors

@@ -1,13 +1,13 @@
 //! Calls of one chunk between hosts that are under way together: a call begins once all ranks are known to have it, while
 //! those before it are under way. Each call also compares the calls behind it ([`crate::collective::Lookahead`]).
 //!
-//! Thread rule: the thread that holds the executor.
+//! Thread rule: who leads.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::call_limits::CallLimits;
-use super::queue::{Finish, Queue};
+use super::queue::Queue;
 use super::state::GroupState;
 use super::unfinished::UnfinishedCalls;
 use super::work::{Role, Work};
@@ -16,11 +16,10 @@ use crate::collective::{ActiveCall, ChunkSource, Lookahead, NextChunk};
 use crate::error::{Error, Result};
 
 /// The calls at the front of a queue.
-pub(super) struct ConcurrentCalls<'a, 'q> {
-    queue: &'a mut Queue<'q>,
+pub(super) struct ConcurrentCalls<'a> {
+    queue: &'a mut Queue,
     unfinished: &'a mut UnfinishedCalls,
     shared: &'a Arc<GroupState>,
-    finish: Finish<'a>,
     /// The calls from number `ended` on that may begin: the first one, and those that all ranks are known to have.
     calls: VecDeque<CallLimits>,
     /// The number of calls that have ended, and the number of the oldest other one.
@@ -38,16 +37,15 @@ pub(super) fn can_be_concurrent(work: &Work) -> bool {
     matches!(work.role, Role::Own) && work.call.can_be_concurrent()
 }
 
-impl<'a, 'q> ConcurrentCalls<'a, 'q> {
+impl<'a> ConcurrentCalls<'a> {
     /// The calls from the first one in the queue on, which can be one of them and conflicts with no `unfinished` call.
     pub fn new(
-        queue: &'a mut Queue<'q>,
+        queue: &'a mut Queue,
         unfinished: &'a mut UnfinishedCalls,
         shared: &'a Arc<GroupState>,
-        finish: Finish<'a>,
-    ) -> ConcurrentCalls<'a, 'q> {
+    ) -> ConcurrentCalls<'a> {
         let (calls, following, last) = (VecDeque::new(), 1, None);
-        let mut all = ConcurrentCalls { queue, unfinished, shared, finish, calls, ended: 0, begun: 0, following, last };
+        let mut all = ConcurrentCalls { queue, unfinished, shared, calls, ended: 0, begun: 0, following, last };
         all.take(1);
         all
     }
@@ -102,11 +100,11 @@ impl<'a, 'q> ConcurrentCalls<'a, 'q> {
 
     /// After a failure: ends all calls.
     pub fn fail(&mut self, error: &Error) {
-        self.calls.drain(..).for_each(|call| (self.finish)(&call.work, Err(error.clone())));
+        self.calls.drain(..).for_each(|call| call.work.finish(Err(error.clone())));
     }
 }
 
-impl ChunkSource for ConcurrentCalls<'_, '_> {
+impl ChunkSource for ConcurrentCalls<'_> {
     fn next(&self) -> Option<NextChunk> {
         (self.begun < self.known()).then_some(NextChunk { call: self.begun, chunk: 0, compares: true })
     }
@@ -133,7 +131,7 @@ impl ChunkSource for ConcurrentCalls<'_, '_> {
         if self.calls.is_empty() {
             self.last = Some(work);
         } else {
-            (self.finish)(&work, Ok(()));
+            work.finish(Ok(()));
             self.start_oldest();
         }
     }
@@ -146,14 +144,9 @@ impl Worker {
     ///
     /// # Errors
     /// Those of `run_checked`; then all calls that were taken from the queue are finished.
-    pub fn run_concurrent(
-        &mut self,
-        queue: &mut Queue<'_>,
-        unfinished: &mut UnfinishedCalls,
-        finish: Finish<'_>,
-    ) -> Result<Option<Arc<Work>>> {
+    pub fn run_concurrent(&mut self, queue: &mut Queue, unfinished: &mut UnfinishedCalls) -> Result<Option<Arc<Work>>> {
         let shared = Arc::clone(&self.shared);
-        let mut calls = ConcurrentCalls::new(queue, unfinished, &shared, finish);
+        let mut calls = ConcurrentCalls::new(queue, unfinished, &shared);
         let result = self.run_guarded(|channel| {
             channel.open(&calls.call(0).wait_ctx)?;
             let same = channel.run_concurrent(&mut calls)?;

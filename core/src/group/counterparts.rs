@@ -1,12 +1,12 @@
 //! The wait for the counterparts of calls that match by name. This rank takes part in the next round without a call: it
 //! has posted none of its own, so a call can end at its deadline although other ranks may still come for the round.
 //!
-//! Thread rule: the thread that holds the executor.
+//! Thread rule: who leads.
 
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use super::queue::{Finish, Queue};
+use super::queue::Queue;
 use super::state::GroupState;
 use super::work::Work;
 use super::worker::Worker;
@@ -18,15 +18,14 @@ use crate::transport::WaitContext;
 use crate::transport::wait_context::WaitCallbacks;
 
 /// The limits of the wait.
-struct Limits<'a, 'q> {
-    queue: RefCell<&'a mut Queue<'q>>,
-    finish: Finish<'a>,
+struct Limits<'a> {
+    queue: RefCell<&'a mut Queue>,
     shared: &'a GroupState,
     /// The call that has waited longest at the start.
     oldest: &'a Arc<Work>,
 }
 
-impl WaitCallbacks for Limits<'_, '_> {
+impl WaitCallbacks for Limits<'_> {
     fn describe(&self) -> String {
         self.oldest.call.summary()
     }
@@ -34,7 +33,7 @@ impl WaitCallbacks for Limits<'_, '_> {
     fn abort_reason(&self) -> Option<Error> {
         let mut queue = self.queue.borrow_mut();
         queue.drain();
-        queue.end_overdue(self.finish);
+        queue.end_overdue();
         if !queue.is_empty() {
             return self.shared.abort_reason(self.oldest);
         }
@@ -53,10 +52,10 @@ impl Worker {
     ///
     /// # Errors
     /// Those of `run_checked`; [`Error::State`] if no call is left and the group is closing.
-    pub fn await_counterparts(&mut self, queue: &mut Queue<'_>, oldest: &Arc<Work>, finish: Finish<'_>) -> Result<()> {
+    pub fn await_counterparts(&mut self, queue: &mut Queue, oldest: &Arc<Work>) -> Result<()> {
         let shared = Arc::clone(&self.shared);
         let call = Call::waiting(shared.config.clone())?;
-        let limits = Limits { queue: RefCell::new(queue), finish, shared: &shared, oldest };
+        let limits = Limits { queue: RefCell::new(queue), shared: &shared, oldest };
         let Work { record, warned, .. } = &**oldest;
         // The deadlines are those of the calls.
         let deadline = Deadline::default();

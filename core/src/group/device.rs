@@ -2,7 +2,7 @@
 //!
 //! Such a call completes for its caller once it is enqueued, possibly long before the GPU has run it. If it blocks the
 //! host, it completes with the GPU's work. A [`Monitor`] watches over the work.
-//! Thread rule: [`DeviceExecutor`] belongs to the executor; a [`StagingPipeline`] belongs to its worker.
+//! Thread rule: [`DeviceExecutor`] belongs to who leads; a [`StagingPipeline`] belongs to its worker.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -19,7 +19,7 @@ use crate::group_config::GroupConfig;
 use crate::lock::lock;
 use crate::transport::gpu::{LaunchOrder, Place};
 
-/// The lead thread's resources for calls on device memory.
+/// What who leads needs for calls on device memory.
 pub(super) struct DeviceExecutor {
     // Ends before the path does.
     monitor: Monitor,

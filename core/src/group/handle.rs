@@ -2,15 +2,17 @@
 //!
 //! Thread rule: any thread may use a [`CallHandle`], and several may wait.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-use super::held::HeldCall;
+use super::lead::Lead;
 use super::lost::Loss;
 use super::work::{OnComplete, SIGNAL_POLL};
 use crate::error::{Error, Result, guard};
-use crate::lock::lock;
+use crate::fork;
+use crate::lock::{Wakeup, lock};
 use crate::log::log_line;
 use crate::signals;
 
@@ -18,7 +20,7 @@ use crate::signals;
 #[derive(Default)]
 struct CallState {
     progress: Mutex<Progress>,
-    ended: Condvar,
+    ended: Wakeup,
     /// Of a call that had ended with success.
     loss: Loss,
 }
@@ -64,12 +66,44 @@ impl Drop for Running {
     }
 }
 
+/// What the handle of a held call knows of it.
+struct HeldHandle {
+    lead: Weak<Lead>,
+    /// The number of the call.
+    number: u64,
+    /// Whether it was left to the group's thread.
+    handed_over: AtomicBool,
+}
+
+impl HeldHandle {
+    /// Leaves it to the group's thread.
+    fn hand_over(&self) {
+        if !self.handed_over.swap(true, Ordering::AcqRel)
+            && let Some(lead) = self.lead.upgrade()
+            && lead.may_hold(Some(self.number))
+        {
+            lead.wake();
+        }
+    }
+}
+
+impl Drop for HeldHandle {
+    fn drop(&mut self) {
+        // The threads of a child are those of its parent.
+        if !fork::is_child() {
+            self.hand_over();
+        }
+    }
+}
+
 /// A handle on a submitted call. Dropping it does not affect the call.
 #[derive(Clone, Default)]
 pub struct CallHandle {
     state: Arc<CallState>,
-    /// Of a call that whoever waits completes.
-    held: Option<Arc<HeldCall>>,
+    /// Whoever waits may run the call.
+    lead: Weak<Lead>,
+    /// Of a call that the group's thread does not run by itself.
+    held: Option<Arc<HeldHandle>>,
 }
 
 impl CallHandle {
@@ -95,9 +129,15 @@ impl CallHandle {
         (handle, Box::new(done))
     }
 
-    /// This handle, of a call that whoever waits completes.
-    pub(super) fn of_held(self, held: HeldCall) -> CallHandle {
-        CallHandle { held: Some(Arc::new(held)), ..self }
+    /// This handle: whoever waits may run the calls of `lead`.
+    pub(super) fn led_by(self, lead: &Arc<Lead>) -> CallHandle {
+        CallHandle { lead: Arc::downgrade(lead), ..self }
+    }
+
+    /// This handle, of the call `number` that `lead` holds.
+    pub(super) fn of_held(self, lead: &Arc<Lead>, number: u64) -> CallHandle {
+        let held = HeldHandle { lead: Arc::downgrade(lead), number, handed_over: AtomicBool::new(false) };
+        CallHandle { held: Some(Arc::new(held)), ..self.led_by(lead) }
     }
 
     /// What learns that the call was lost after its end; for the options of the call.
@@ -118,11 +158,12 @@ impl CallHandle {
     /// The error of the call; [`Error::Timeout`] if `timeout` has passed.
     pub fn wait(&self, timeout: Option<Duration>, interrupt: impl Fn()) -> Result<()> {
         let since = Instant::now();
-        match (&self.held, timeout) {
-            (None, _) => {}
-            (Some(held), None) => held.complete(),
-            // To complete it may take longer.
-            (Some(held), Some(_)) => held.hand_over(),
+        match timeout {
+            None => self.lead.upgrade().iter().for_each(|lead| {
+                lead.run_until(|| lock(&self.state.progress).result().is_some());
+            }),
+            // To run it may take longer.
+            Some(_) => self.held.iter().for_each(|held| held.hand_over()),
         }
         let mut progress = lock(&self.state.progress);
         loop {
@@ -134,8 +175,7 @@ impl CallHandle {
                 let seconds = timeout.unwrap_or_default().as_secs_f64();
                 return Err(Error::Timeout(format!("the call has not ended after {seconds:.1} s; it goes on")));
             }
-            let ended = &self.state.ended;
-            progress = ended.wait_timeout(progress, left.min(SIGNAL_POLL)).unwrap_or_else(PoisonError::into_inner).0;
+            progress = self.state.ended.wait(progress, Some(left.min(SIGNAL_POLL))).0;
             if progress.result().is_none() && signals::interrupted() {
                 drop(progress);
                 interrupt();
@@ -147,7 +187,6 @@ impl CallHandle {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc::channel;
 
     use super::*;

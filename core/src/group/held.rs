@@ -1,59 +1,27 @@
-//! A small call that was started and is completed by whoever waits for it.
+//! A small call that was started, and waits for other ranks: this rank has posted its input, so they do not wait for it.
 //!
-//! This rank has posted its input, so the other ranks do not wait for it. That saves two thread switches. The lead thread
-//! completes it if somebody tests the handle, waits with a limit or drops it, before the next call, and when the group
-//! looks for ranks that lack a call.
-//! Thread rule: any thread may use a [`HeldCall`].
+//! Who leads holds it. Whoever waits for it completes it, which saves two thread switches. The group's thread completes it
+//! if somebody tests the handle, waits with a limit or drops it, before the next call, and when the group looks for ranks
+//! that lack a call. It gets a record, and what else a call needs, only if that must sleep, or if the ranks' calls differ.
+//! Thread rule: belongs to who leads.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
-use super::executor::Executor;
-use super::state::GroupState;
-use super::work::{QueueItem, Work};
-use crate::fork;
+use super::callers::ThreadId;
+use super::recorder::Submission;
+use super::work::{OnComplete, Timeout};
+use crate::collective::PostedCall;
 
 /// See the module's documentation.
 pub(super) struct HeldCall {
-    shared: Arc<GroupState>,
-    executor: Arc<Executor>,
-    work: Arc<Work>,
-    /// Whether somebody has taken it on.
-    taken: AtomicBool,
-}
-
-impl HeldCall {
-    /// `work`, which the executor holds.
-    pub fn new(shared: &Arc<GroupState>, executor: &Arc<Executor>, work: Arc<Work>) -> HeldCall {
-        HeldCall { shared: Arc::clone(shared), executor: Arc::clone(executor), work, taken: AtomicBool::new(false) }
-    }
-
-    /// Completes the call on this thread, if nobody else does.
-    pub fn complete(&self) {
-        if !self.taken.swap(true, Ordering::AcqRel) && self.executor.run_posted(&self.work) {
-            wake_lead(&self.shared);
-        }
-    }
-
-    /// Leaves it to the lead thread.
-    pub fn hand_over(&self) {
-        if !self.taken.swap(true, Ordering::AcqRel) && self.executor.may_hold_posted(Some(&self.work)) {
-            wake_lead(&self.shared);
-        }
-    }
-}
-
-impl Drop for HeldCall {
-    fn drop(&mut self) {
-        // The threads of a child are those of its parent.
-        if !fork::is_child() {
-            self.hand_over();
-        }
-    }
-}
-
-/// Lets the lead thread go on with the call that the executor holds.
-pub(super) fn wake_lead(shared: &GroupState) {
-    // Without a queue the group is closing, and checks the executor once more.
-    let _none = shared.send(QueueItem::Held);
+    /// The cached call that it is.
+    pub index: usize,
+    pub posted: PostedCall,
+    pub submission: Submission,
+    /// Its submission, if it is timed.
+    pub since: Option<Instant>,
+    /// The thread that is blocked in it, if any: it has spun for it.
+    pub thread: Option<ThreadId>,
+    pub timeout: Timeout,
+    pub done: OnComplete,
 }

@@ -4,9 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use super::callers::{CallerThreads, is_group_thread};
-use super::executor::Executor;
 use super::group_copies::GroupCopies;
-use super::held::wake_lead;
+use super::lead::Lead;
 use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::reconcile::{EARLY_DIVISOR, MAX_BACKOFF};
 use super::state::{GroupState, OnFailure};
@@ -78,7 +77,7 @@ impl Group {
             recorder: Arc::default(),
             callers: CallerThreads::default(),
             process_groups: Arc::clone(process_groups),
-            lead: OnceLock::new(),
+            lead_thread: OnceLock::new(),
             stall_check_after: (settings.match_timeout / EARLY_DIVISOR).max(10 * MAX_BACKOFF),
             is_reconciling: AtomicBool::new(false),
             joins_stalled: AtomicBool::new(false),
@@ -108,17 +107,14 @@ impl Group {
         };
         let helper = |(worker, settings): (Worker, ThreadSettings)| {
             let worker = Mutex::new(worker);
-            GroupThread::new(settings, move |inbox| lock(&worker).run_helper(inbox))
+            GroupThread::new(settings, move |thread| lock(&worker).run_helper(thread))
         };
         let helpers = workers.zip(helper_settings).map(helper).collect();
-        let executor = Arc::new(Executor::new(first, helpers));
-        let lead = Arc::clone(&executor);
-        // Set once: the state is new.
-        let _set = shared.lead.set(GroupThread::new(lead_settings, move |inbox| lead.run_loop(inbox)));
+        let lead = Lead::new(&shared, lead_settings, first, helpers);
         process_groups.add(Arc::clone(&shared) as Arc<dyn WaitingGroup>);
         label_in_timeline(&shared, &topology);
         let (messenger, ragged_calls) = (OnceLock::new(), AtomicU64::new(0));
-        Ok(Group { shared, topology, executor, messenger, ragged_calls })
+        Ok(Group { shared, topology, lead, messenger, ragged_calls })
     }
 
     /// Makes the memory of this rank and starts the threads now, not by the first call.
@@ -127,19 +123,18 @@ impl Group {
     /// [`Error::System`] when there is not enough memory, or the system refuses a thread.
     pub fn prepare(&self) -> Result<()> {
         self.shared.region.open()?;
-        self.executor.start_helpers()?;
-        self.shared.lead.get().map_or(Ok(()), GroupThread::start)
+        self.lead.start_threads()
     }
 
     /// Completes the enqueued calls and ends the threads. Later calls fail.
     pub fn stop(&self) {
-        stop(&self.shared, &self.executor);
+        stop(&self.shared, &self.lead);
     }
 
     /// Closes links to other hosts and releases GPU resources, after [`Group::stop`].
     pub fn release_resources(&self) {
         self.shared.host_copies.release();
-        self.executor.release_resources();
+        self.lead.release_resources();
     }
 }
 
@@ -153,8 +148,8 @@ impl Drop for Group {
         if !is_group_thread() {
             return self.stop();
         }
-        let (shared, executor) = (Arc::clone(&self.shared), Arc::clone(&self.executor));
-        let stopped = std::thread::Builder::new().name("dlcomm-end".into()).spawn(move || stop(&shared, &executor));
+        let (shared, lead) = (Arc::clone(&self.shared), Arc::clone(&self.lead));
+        let stopped = std::thread::Builder::new().name("dlcomm-end".into()).spawn(move || stop(&shared, &lead));
         if let Err(error) = stopped {
             log_line(&format!("the threads of {} stay: {error}", self.shared.config.key.name()));
         }
@@ -171,12 +166,8 @@ fn label_in_timeline(shared: &GroupState, topology: &Topology) {
     }
 }
 
-fn stop(shared: &GroupState, executor: &Executor) {
-    if executor.may_hold_posted(None) {
-        wake_lead(shared);
-    }
-    shared.lead.get().into_iter().for_each(GroupThread::close);
-    executor.close();
+fn stop(shared: &GroupState, lead: &Lead) {
+    lead.close();
     shared.region.set_departed();
     timeline::forget_group(shared.config.key.number());
 }

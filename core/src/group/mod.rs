@@ -1,6 +1,6 @@
 //! A group: its queue, its threads, and the life of a call.
 //!
-//! `submit` validates, lays out and enqueues a call, and returns. The lead thread runs calls in order. A call's first
+//! `submit` validates, lays out and enqueues a call, and returns. Who leads ([`lead`]) runs calls in order. A call's first
 //! chunk checks that all ranks have the same call. Only then do the helpers get the other chunks, so they see the calls
 //! in the same order on all ranks. Between hosts short calls are under way together (`concurrent_calls`). Ranks with differing
 //! calls reconcile them ([`crate::collective::matching`]). Calls that match by name and have no counterpart are then set aside
@@ -20,12 +20,12 @@ mod concurrent_calls;
 mod copied_call;
 mod counterparts;
 mod device;
-mod executor;
 mod group_copies;
 mod handle;
 mod held;
 mod join;
 mod join_state;
+mod lead;
 mod lifecycle;
 mod lost;
 mod memory_use;
@@ -39,6 +39,7 @@ mod ragged;
 mod reconcile;
 mod record;
 mod recorder;
+mod run_calls;
 mod small_calls;
 mod state;
 mod stats;

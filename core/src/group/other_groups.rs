@@ -1,6 +1,6 @@
 //! The activity of this rank in other groups while one group reconciles its calls.
 //!
-//! Thread rule: used by the group's lead thread.
+//! Thread rule: used by who leads.
 
 use std::time::{Duration, Instant};
 

@@ -1,25 +1,48 @@
 //! The calls of a group that wait to run.
 //!
-//! Thread rule: the lead thread.
+//! Thread rule: a [`Queue`] belongs to who leads.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
-use std::thread;
 use std::time::{Duration, Instant};
 
-use super::thread::{Inbox, Received};
-use super::work::{QueueItem, Work};
+use super::thread::GroupThread;
+use super::work::{OnComplete, Work};
 use crate::collective::list_of_ranks;
 use crate::collective::matching::Lacking;
 use crate::error::{Error, Result};
 
-/// Finishes this thread's part of a call.
-pub(super) type Finish<'a> = &'a dyn Fn(&Work, Result<()>);
+/// What the group's thread is sent. Whoever leads takes it.
+pub(super) enum QueueItem {
+    /// A call.
+    Call(Arc<Work>),
+    /// Nothing: there is something to do for the thread.
+    Wake,
+    /// Other ranks are stalled in a round for which this rank has no call.
+    JoinStalled,
+}
 
-/// Calls that the lead has received and not run.
-pub(super) struct Queue<'a> {
-    inbox: &'a Inbox<QueueItem>,
+/// A call whose part on this thread has ended, and is not finished.
+#[must_use]
+pub(super) enum Ended {
+    Call(Arc<Work>, Result<()>),
+    /// A small one that had no record, with success.
+    Small(OnComplete),
+}
+
+impl Ended {
+    /// Completes the call. Without the role: others can then lead.
+    pub fn finish(self) {
+        match self {
+            Ended::Call(work, result) => work.finish(result),
+            Ended::Small(done) => done(Ok(())),
+        }
+    }
+}
+
+/// Calls that were taken from the thread's items and have not ended.
+pub(super) struct Queue {
+    thread: GroupThread<QueueItem>,
     pub calls: VecDeque<Arc<Work>>,
     /// The number of calls at the front that all ranks have, as they have decided.
     decided: usize,
@@ -28,72 +51,60 @@ pub(super) struct Queue<'a> {
     unmatched: Vec<Arc<Work>>,
     /// When the last item came.
     pub arrived: Instant,
-    /// Whether the lead was idle before the first item came.
+    /// Whether nobody led before the first call came.
     pub idle: bool,
     /// Whether other ranks are stalled in a round.
     pub joins_stalled: bool,
+    /// Whether the ranks have found in a round that their calls differ, and have not decided.
+    pub differs: bool,
     pub closed: bool,
 }
 
-impl<'a> Queue<'a> {
-    /// An empty queue.
-    pub fn new(inbox: &'a Inbox<QueueItem>) -> Queue<'a> {
-        let (calls, unmatched, arrived) = (VecDeque::new(), Vec::new(), Instant::now());
-        Queue { inbox, calls, decided: 0, unmatched, arrived, idle: true, joins_stalled: false, closed: false }
-    }
-
-    /// Waits for an item if there is no call; false if none comes.
-    pub fn wait(&mut self) -> bool {
-        self.idle = false;
-        if self.is_empty() {
-            let item = self.inbox.try_receive().map(Received::Item).unwrap_or_else(|_| {
-                self.idle = true;
-                self.inbox.wait()
-            });
-            match item {
-                Received::Item(item) => self.push(item),
-                Received::Idle | Received::Closed => return false,
-            }
+impl Queue {
+    /// An empty queue of what `thread` is sent.
+    pub fn new(thread: GroupThread<QueueItem>) -> Queue {
+        Queue {
+            thread,
+            calls: VecDeque::new(),
+            decided: 0,
+            unmatched: Vec::new(),
+            arrived: Instant::now(),
+            idle: false,
+            joins_stalled: false,
+            differs: false,
+            closed: false,
         }
-        true
     }
 
-    /// Receives all submitted items.
+    /// Takes all that the thread was sent.
     pub fn drain(&mut self) {
-        loop {
-            match self.inbox.try_receive() {
-                Ok(item) => self.push(item),
-                Err(TryRecvError::Empty) => return,
-                Err(TryRecvError::Disconnected) => {
-                    self.closed = true;
-                    return;
-                }
+        // Before the last items are taken, so that none comes after it.
+        self.closed = self.thread.is_closed();
+        while self.thread.has_items()
+            && let Some(item) = self.thread.take()
+        {
+            match item {
+                QueueItem::Call(work) => self.push(work),
+                QueueItem::Wake => {}
+                QueueItem::JoinStalled => self.joins_stalled = true,
             }
+            self.arrived = Instant::now();
         }
     }
 
     /// Waits up to `timeout` for an item; returns whether one came.
     pub fn wait_for_more(&mut self, timeout: Duration) -> bool {
-        match self.inbox.wait_timeout(timeout) {
-            Ok(item) => self.push(item),
-            Err(RecvTimeoutError::Timeout) => return false,
-            Err(RecvTimeoutError::Disconnected) => {
-                self.closed = true;
-                thread::sleep(timeout);
-                return false;
-            }
-        }
-        true
+        self.thread.wait_timeout(timeout)
     }
 
-    fn push(&mut self, item: QueueItem) {
-        match item {
-            QueueItem::Call(work) if work.ends_alone() => self.unmatched.push(work),
-            QueueItem::Call(work) => self.calls.push_back(work),
-            QueueItem::Held => {}
-            QueueItem::JoinStalled => self.joins_stalled = true,
-        }
-        self.arrived = Instant::now();
+    /// Adds a call at the end.
+    pub fn push(&mut self, work: Arc<Work>) {
+        if work.ends_alone() { self.unmatched.push(work) } else { self.calls.push_back(work) }
+    }
+
+    /// Whether there is nothing to do, as far as items were taken.
+    pub fn is_settled(&self) -> bool {
+        self.is_empty() && !self.joins_stalled && !self.differs
     }
 
     /// Whether it has no call.
@@ -101,10 +112,20 @@ impl<'a> Queue<'a> {
         self.calls.is_empty() && self.unmatched.is_empty()
     }
 
+    /// Whether it has more than one call.
+    pub fn has_several(&self) -> bool {
+        self.calls.len() + self.unmatched.len() > 1
+    }
+
     /// The oldest call that lacks its counterpart, if the ranks must decide before any call runs: one that does may have
     /// to follow it, and it is never the one that a rank starts with. So a rank can give it up.
     pub fn awaits(&self) -> Option<&Arc<Work>> {
         self.unmatched.first().filter(|_| self.decided == 0)
+    }
+
+    /// Whether this rank knows of nothing that the ranks disagree about.
+    pub fn has_agreed(&self) -> bool {
+        !self.differs && !self.joins_stalled && self.awaits().is_none()
     }
 
     /// The number of calls at the front that may start one after the other, for all that this rank knows.
@@ -170,7 +191,7 @@ impl<'a> Queue<'a> {
 
     /// Ends the calls by name whose deadline has passed. Only while no other rank can count on them: in a round without a
     /// call of this rank, and before the ranks decide.
-    pub fn end_overdue(&mut self, finish: Finish<'_>) {
+    pub fn end_overdue(&mut self) {
         let stays = |work: &Arc<Work>| {
             let waited = work.record.submitted.elapsed();
             let stays = !work.call.is_by_name() || !work.deadline.is_over(waited);
@@ -181,7 +202,7 @@ impl<'a> Queue<'a> {
                     ranks => list_of_ranks(ranks),
                 };
                 let text = format!("  {call}: {ranks} had not made this call after {seconds:.1} s ({set_by})");
-                finish(work, Err(Error::Mismatch(text)));
+                work.finish(Err(Error::Mismatch(text)));
             }
             stays
         };

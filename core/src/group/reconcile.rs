@@ -1,4 +1,4 @@
-//! The lead's part in a reconciliation: after a mismatch the ranks exchange their lists of calls until they agree which
+//! A rank's part in a reconciliation: after a mismatch the ranks exchange their lists of calls until they agree which
 //! calls to run or to fail ([`crate::collective::matching`]).
 //!
 //! Thread rule: as for [`Worker`].
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::memory_use::{SharedMemory, shared_memory};
 use super::other_groups::OtherGroups;
-use super::queue::{Finish, Queue};
+use super::queue::{Ended, Queue};
 use super::state::GroupState;
 use super::unfinished::UnfinishedCalls;
 use super::work::{Role, Work};
@@ -34,17 +34,17 @@ impl Worker {
     /// Returns a call of this rank that has ended and is not finished.
     pub fn reconcile(
         &mut self,
-        queue: &mut Queue<'_>,
+        queue: &mut Queue,
         unfinished: &mut UnfinishedCalls,
-        finish: Finish<'_>,
         other_groups: OtherGroups,
-    ) -> Option<(Arc<Work>, Result<()>)> {
+    ) -> Option<Ended> {
         self.shared.is_reconciling.store(true, Ordering::Release);
+        queue.differs = false;
         queue.gather();
-        let ended = self.run_rounds(queue, unfinished, finish, other_groups);
+        let ended = self.run_rounds(queue, unfinished, other_groups);
         queue.set_aside();
         self.shared.is_reconciling.store(false, Ordering::Release);
-        if let Some((_, Err(Error::Mismatch(_)))) = &ended {
+        if let Some(Ended::Call(_, Err(Error::Mismatch(_)))) = &ended {
             self.shared.process_groups.settle(&*self.shared);
         }
         ended
@@ -52,17 +52,16 @@ impl Worker {
 
     fn run_rounds(
         &mut self,
-        queue: &mut Queue<'_>,
+        queue: &mut Queue,
         unfinished: &mut UnfinishedCalls,
-        finish: Finish<'_>,
         mut other_groups: OtherGroups,
-    ) -> Option<(Arc<Work>, Result<()>)> {
+    ) -> Option<Ended> {
         let mut pause = Duration::from_millis(1);
         let absent = Call::waiting(self.shared.config.clone()).ok()?;
         let absent = Arc::new(Work::absent(absent, Arc::clone(&self.shared.recorder)));
         loop {
             queue.drain();
-            queue.end_overdue(finish);
+            queue.end_overdue();
             if queue.calls.is_empty() {
                 other_groups.poll(&self.shared);
             }
@@ -105,14 +104,14 @@ impl Worker {
                         (2 * pause).min(MAX_BACKOFF)
                     };
                 }
-                Err(error) => return queue.calls.pop_front().map(|head| (head, Err(error))),
+                Err(error) => return queue.calls.pop_front().map(|head| Ended::Call(head, Err(error))),
             }
         }
     }
 
     /// Gives the calls with this signature by pairs that form: for some rank their lengths differ between the ranks, or
     /// were given although they do not.
-    fn name_pairs(&self, queue: &mut Queue<'_>, signature: u64) {
+    fn name_pairs(&self, queue: &mut Queue, signature: u64) {
         for work in &mut queue.calls {
             if let Some(call) = by_pairs(work, &self.shared).filter(|call| call.signature == signature) {
                 *work = Arc::new(work.with_call(call));
@@ -124,11 +123,11 @@ impl Worker {
     /// then runs on copies in host memory.
     fn stand_in(
         &mut self,
-        queue: &mut Queue<'_>,
+        queue: &mut Queue,
         unfinished: &mut UnfinishedCalls,
         head: &Arc<Work>,
         signature: u64,
-    ) -> Option<(Arc<Work>, Result<()>)> {
+    ) -> Option<Ended> {
         let first = queue.calls.front().cloned()?;
         let joined = match &first.role {
             Role::Join(state) => Some(state),
@@ -152,7 +151,7 @@ impl Worker {
                         queue.push_decided(work);
                         None
                     }
-                    Err(error) => Some((first, Err(error))),
+                    Err(error) => Some(Ended::Call(first, Err(error))),
                 };
             }
             (Ok(blueprint), Some(state)) => {
@@ -164,19 +163,19 @@ impl Worker {
         };
         match stand_in {
             Ok((call, zeros)) => {
-                let record = shared.recorder.open(&call, Deadline::default(), None);
+                let record = shared.recorder.open(&call, None, Deadline::default(), None);
                 let done = Box::new(move |_: Result<()>| drop(zeros));
                 let work =
                     Work::new(call, Role::StandIn, done, Deadline::default(), record, Arc::clone(&shared.recorder));
                 queue.push_decided(Arc::new(work));
                 None
             }
-            Err(error) => queue.calls.pop_front().map(|head| (head, Err(error))),
+            Err(error) => queue.calls.pop_front().map(|head| Ended::Call(head, Err(error))),
         }
     }
 
     /// This rank's pending calls.
-    fn list(&self, queue: &Queue<'_>, other_groups: &OtherGroups) -> PendingCalls {
+    fn list(&self, queue: &Queue, other_groups: &OtherGroups) -> PendingCalls {
         let shared = &self.shared;
         // Expire before the deadline, to report a mismatch instead of a timeout.
         let match_timeout = |work: &Work| {
@@ -226,12 +225,12 @@ impl Worker {
     /// Fails the call at `position`, for this `reason` beside what each rank has there; without one, only takes part in the report about the calls of others.
     fn fail_call(
         &mut self,
-        queue: &mut Queue<'_>,
+        queue: &mut Queue,
         head: &Arc<Work>,
         position: Option<usize>,
         reason: &str,
         other_groups: &OtherGroups,
-    ) -> Option<(Arc<Work>, Result<()>)> {
+    ) -> Option<Ended> {
         let failed = position.and_then(|position| queue.calls.remove(position));
         let entry = match &failed {
             Some(work) => {
@@ -255,7 +254,7 @@ impl Worker {
                 other => other,
             })
         });
-        Some((failed?, result))
+        Some(Ended::Call(failed?, result))
     }
 }
 

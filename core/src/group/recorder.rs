@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
@@ -72,6 +72,30 @@ impl RecorderState {
     }
 }
 
+/// The submission of a call that has no record yet.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Submission {
+    /// The number of the call.
+    pub number: u64,
+    /// By the coarse clock.
+    since: u64,
+}
+
+impl Submission {
+    fn time(self) -> Instant {
+        let (now, ago) = (Instant::now(), coarse_now().saturating_sub(self.since));
+        now.checked_sub(Duration::from_nanos(ago)).unwrap_or(now)
+    }
+
+    /// A record of `call`, which has started, that is neither in the ring nor in the totals.
+    pub fn record(self, call: &Call) -> Record {
+        let mut record = Record::detached(call);
+        (record.number, record.submitted) = (self.number, self.time());
+        record.start(true);
+        record
+    }
+}
+
 /// The recorder, with its lock.
 pub(super) struct Recorder {
     /// The group's calls that were lost after their end.
@@ -96,7 +120,7 @@ impl Recorder {
     }
 
     /// Assigns the number of a call that is submitted now.
-    fn number(&self) -> u64 {
+    pub fn number(&self) -> u64 {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
@@ -108,7 +132,7 @@ impl Recorder {
         }
         let RecorderState { small_calls, totals, .. } = &mut *recorder;
         if small_calls.len() >= MAX_SUMMARIES {
-            // Removes the ones that no executor uses.
+            // Removes the ones that no cached call uses.
             small_calls.retain(|stats| {
                 let used = Arc::strong_count(stats) > 1;
                 if !used {
@@ -122,21 +146,34 @@ impl Recorder {
         stats
     }
 
-    /// Counts a small call that completed inline; `submitted` is given if it is timed.
-    pub fn count_small(&self, stats: &SmallCallStats, match_index: u64, submitted: Option<Instant>) {
-        let ended = coarse_now().saturating_sub(self.since.1);
-        stats.count(self.number(), match_index, ended, submitted.map(|from| from.elapsed()));
+    /// The submission of a call, now.
+    pub fn submission(&self) -> Submission {
+        Submission { number: self.number(), since: coarse_now() }
     }
 
-    /// Opens the record of a call that is submitted now.
-    pub fn open(&self, call: &Call, deadline: Deadline, thread: Option<ThreadId>) -> Arc<Record> {
+    /// Counts a small call that completed without a record; `submitted` is given if it is timed.
+    pub fn count_small(&self, number: u64, stats: &SmallCallStats, match_index: u64, submitted: Option<Instant>) {
+        let ended = coarse_now().saturating_sub(self.since.1);
+        stats.count(number, match_index, ended, submitted.map(|from| from.elapsed()));
+    }
+
+    /// Opens the record of a call, which is submitted now without an earlier `submission`.
+    pub fn open(
+        &self,
+        call: &Call,
+        submission: Option<Submission>,
+        deadline: Deadline,
+        thread: Option<ThreadId>,
+    ) -> Arc<Record> {
         let mut recorder = self.lock();
         if recorder.summaries.len() > MAX_SUMMARIES {
             recorder.summaries.clear();
         }
         let summary = recorder.summaries.entry(call.signature).or_insert_with(|| Arc::new(CallSummary::new(call)));
         let summary = Arc::clone(summary);
-        let new_record = Record::new(call.group().number(), self.number(), summary, call.signature, deadline, thread);
+        let number = submission.map_or_else(|| self.number(), |submission| submission.number);
+        let mut new_record = Record::new(call.group().number(), number, summary, call.signature, deadline, thread);
+        submission.iter().for_each(|submission| new_record.submitted = submission.time());
         // Reuses the evicted record if nobody else has it.
         let record = match recorder.evict() {
             Some(mut oldest) => match Arc::get_mut(&mut oldest) {
@@ -202,8 +239,6 @@ impl Recorder {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::buffer::{Buffer, Tensor};
     use crate::collective::{CallConfig, Counts, Op};
@@ -226,6 +261,7 @@ mod tests {
         for number in 0..RING_CALLS as u64 + 10 {
             let record = recorder.open(
                 &call(&mut data, "a"),
+                None,
                 Deadline { after: Some(Duration::ZERO), ..Deadline::default() },
                 None,
             );
@@ -249,7 +285,7 @@ mod tests {
     fn calls_in_flight_are_kept_until_they_end() {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
-        let open = |data: &mut [f32]| recorder.open(&call(data, "a"), Deadline::default(), None);
+        let open = |data: &mut [f32]| recorder.open(&call(data, "a"), None, Deadline::default(), None);
         let running: Vec<_> = (0..5 * RING_CALLS).map(|_| open(&mut data)).collect();
         assert_eq!((recorder.pending().len(), recorder.totals().calls), (running.len(), 0));
         running.iter().for_each(|record| record.end(&Ok(())));
@@ -265,12 +301,12 @@ mod tests {
     fn small_call_is_recorded_with_the_time_of_its_end() {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
-        let first = recorder.open(&call(&mut data, "a"), Deadline::default(), None);
+        let first = recorder.open(&call(&mut data, "a"), None, Deadline::default(), None);
         first.end(&Ok(()));
         let stats = recorder.small_call_stats(&first);
-        recorder.count_small(&stats, 2, Some(Instant::now()));
+        recorder.count_small(recorder.number(), &stats, 2, Some(Instant::now()));
         std::thread::sleep(Duration::from_millis(60));
-        recorder.count_small(&stats, 3, None);
+        recorder.count_small(recorder.number(), &stats, 3, None);
         let last = recorder.last(0);
         let numbers: Vec<_> = last.iter().map(|record| (record.number, record.match_index())).collect();
         assert_eq!(numbers, [(0, None), (2, Some(3))]);
@@ -282,7 +318,7 @@ mod tests {
     fn number_of_summaries_is_limited() {
         let recorder = Recorder::default();
         for stats in 0..3 * MAX_SUMMARIES {
-            recorder.open(&call(&mut [0.0], &stats.to_string()), Deadline::default(), None);
+            recorder.open(&call(&mut [0.0], &stats.to_string()), None, Deadline::default(), None);
             assert!(recorder.lock().summaries.len() <= MAX_SUMMARIES + 1);
         }
     }
@@ -299,7 +335,7 @@ mod tests {
         let clock = || clock_gettime(ClockId::ThreadCPUTime);
         let start = clock();
         for _ in 0..rounds {
-            let record = recorder.open(&call, Deadline::default(), None);
+            let record = recorder.open(&call, None, Deadline::default(), None);
             record.start(true);
             let mut timer = PhaseTimer::start(&record.timings, 64);
             for activity in [Activity::Copy, Activity::Reduce, Activity::Copy] {

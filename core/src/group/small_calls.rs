@@ -1,10 +1,9 @@
 //! Fast path for small blocking calls on one host: completes inline when all ranks arrive together.
 //!
-//! The first call of its kind takes the normal path and is cached in the executor. A later call like it rebinds the
+//! The first call of its kind takes the normal path and is cached. A later call like it rebinds the
 //! cached call to its memory and posts its input. If all ranks have posted within a short spin, it completes without
-//! allocation, system call or thread switch. Otherwise it continues as a normal call from that round.
-//! Thread rule: a [`CachedCall`] belongs to the executor. The thread that holds the executor writes [`SmallCallStats`];
-//! any thread reads them.
+//! allocation, system call or thread switch. Otherwise it continues as a normal call from that round ([`super::held`]).
+//! Thread rule: the cached calls belong to who leads, who writes [`SmallCallStats`]; any thread reads them.
 
 use std::sync::Arc;
 
@@ -129,7 +128,7 @@ struct CachedCall {
     used: bool,
 }
 
-/// The cached calls of an executor.
+/// The cached calls of a group.
 #[derive(Default)]
 pub(super) struct CachedCalls {
     calls: Vec<CachedCall>,
@@ -145,8 +144,8 @@ pub(super) struct CachedCalls {
 pub(super) enum SmallCall<'a> {
     /// Completed.
     Done(&'a SmallCallStats),
-    /// Continues as a normal call after the posted input.
-    Pending(Box<Call>, PostedCall),
+    /// This rank has posted the input of the cached call of this number. No call is cached before it has ended.
+    Pending(usize, PostedCall),
 }
 
 impl CachedCalls {
@@ -195,8 +194,20 @@ impl CachedCalls {
         let posted = channel.try_post(call, plan, spins)?;
         Some(match channel.try_finish_posted(call, plan, &posted) {
             true => SmallCall::Done(stats),
-            false => SmallCall::Pending(Box::new(call.clone()), posted),
+            false => SmallCall::Pending(index, posted),
         })
+    }
+
+    /// Completes the cached call `index`, which this rank has posted, if all ranks post the same call within a short spin.
+    pub fn finish(&mut self, channel: &mut Channel, index: usize, posted: &mut PostedCall) -> Option<&SmallCallStats> {
+        let CachedCall { call, plan, stats, .. } = &mut self.calls[index];
+        let has_ended = channel.spin_posted(posted) && channel.try_finish_posted(call, plan, posted);
+        has_ended.then_some(stats)
+    }
+
+    /// The cached call `index`.
+    pub fn call(&self, index: usize) -> &Call {
+        &self.calls[index].call
     }
 
     /// The index of the cached call with these words.

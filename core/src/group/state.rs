@@ -11,11 +11,12 @@ use serde_json::Value;
 use super::callers::{CallerThreads, ThreadId};
 use super::group_copies::GroupCopies;
 use super::process_groups::{ProcessGroups, WaitingGroup};
+use super::queue::QueueItem;
 use super::record::Record;
-use super::recorder::Recorder;
+use super::recorder::{Recorder, Submission};
 use super::thread::GroupThread;
-use super::work::{QueueItem, Timeout, Work};
-use crate::collective::CallConfig;
+use super::work::{OnComplete, Role, Timeout, Work};
+use crate::collective::{Call, CallConfig};
 use crate::deadline::{Deadline, SetBy};
 use crate::error::Error;
 use crate::group_config::GroupConfig;
@@ -44,15 +45,15 @@ pub(super) struct GroupState {
     pub recorder: Arc<Recorder>,
     pub callers: CallerThreads,
     pub process_groups: Arc<ProcessGroups>,
-    /// Runs the queued calls. Set once.
-    pub lead: OnceLock<GroupThread<QueueItem>>,
+    /// Runs the calls that no caller runs ([`super::lead`]). Set once.
+    pub lead_thread: OnceLock<GroupThread<QueueItem>>,
     /// Wait of a call after which its thread checks for deadlocks across groups.
     pub stall_check_after: Duration,
-    /// Whether the lead is reconciling calls.
+    /// Whether the group's thread reconciles calls.
     pub is_reconciling: AtomicBool,
-    /// Whether the lead takes part in a round without a call, and in the reconciliation after it.
+    /// Whether the group's thread takes part in a round without a call, and in the reconciliation after it.
     pub joins_stalled: AtomicBool,
-    /// The last stalled round that the lead was asked to join, plus 1; 0 for none.
+    /// The last stalled round that the group's thread was asked to join, plus 1; 0 for none.
     pub joined_seq: AtomicU64,
     /// The number of matched calls.
     pub matched: AtomicU64,
@@ -172,11 +173,11 @@ impl GroupState {
         self.region.lost_rank().or_else(departed)
     }
 
-    /// Sends the lead thread an item; returns the item if the group is closing. If the system refuses a thread, the
+    /// Sends the group's thread an item; returns the item if the group is closing. If the system refuses a thread, the
     /// group fails, because other ranks wait.
     pub fn send(&self, item: QueueItem) -> Option<QueueItem> {
-        let (item, reason) = match self.lead.get() {
-            Some(lead) => lead.send(item).err()?,
+        let (item, reason) = match self.lead_thread.get() {
+            Some(thread) => thread.send(item).err()?,
             None => (item, None),
         };
         reason.iter().for_each(|error| self.fail(error));
@@ -184,7 +185,7 @@ impl GroupState {
     }
 
     pub fn closing(&self) -> bool {
-        self.lead.get().is_none_or(GroupThread::is_closed)
+        self.lead_thread.get().is_none_or(GroupThread::is_closed)
     }
 
     pub fn reconciles(&self) -> bool {
@@ -196,7 +197,7 @@ impl GroupState {
         self.region.control().stalled().filter(|&step| step == self.region.step().wrapping_add(1))
     }
 
-    /// Counts a matched call and returns its index, from 1. Only for the thread that holds the executor.
+    /// Counts a matched call and returns its index, from 1. Only for who leads.
     pub fn next_match_index(&self) -> u64 {
         let match_index = self.matched() + 1;
         self.matched.store(match_index, Ordering::Relaxed);
@@ -218,6 +219,22 @@ impl GroupState {
             Timeout::GroupDefault => of_group(),
             Timeout::Override(after) => Deadline { after, set_by: SetBy::Call },
         }
+    }
+
+    /// The work of a call of this rank, which is submitted now without an earlier `submission`. `thread`: the one that it
+    /// blocks, if any.
+    pub fn work(
+        &self,
+        call: Call,
+        role: Role,
+        submission: Option<Submission>,
+        thread: Option<ThreadId>,
+        timeout: Timeout,
+        done: OnComplete,
+    ) -> Work {
+        let deadline = self.deadline(timeout);
+        let record = self.recorder.open(&call, submission, deadline, thread);
+        Work::new(call, role, done, deadline, record, Arc::clone(&self.recorder))
     }
 
     pub fn set_timeout(&self, deadline: Deadline) {

@@ -25,7 +25,8 @@ impl Group {
 
     /// The last calls, oldest first, with the ranks that the group waits for.
     pub fn dump(&self) -> Value {
-        let records = self.shared.recorder.last(self.shared.config.key.number());
+        let mut records = self.shared.recorder.last(self.shared.config.key.number());
+        records.extend(self.lead.held_record().map(Arc::new));
         let (members, topology) = (&self.shared.members, &self.topology);
         let ranks = |target| {
             let group_ranks = match target {

@@ -8,16 +8,18 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::executor::{Executor, ExecutorGuard};
+use super::callers::this_thread;
 use super::handle::CallHandle;
-use super::held::{HeldCall, wake_lead};
+use super::held::HeldCall;
+use super::lead::{Lead, Leading};
 use super::lost::Loss;
 use super::messenger::Messenger;
+use super::queue::QueueItem;
 use super::small_calls::{self, CallWords, SmallCallInput};
 use super::state::GroupState;
-use super::work::{CallOptions, OnComplete, QueueItem, Role, Timeout, Work, wait_for_result};
+use super::work::{CallOptions, OnComplete, Role, Timeout, Work, wait_for_result};
 use crate::buffer::Tensor;
-use crate::collective::{Call, CallConfig, Op, PostedCall};
+use crate::collective::{Call, CallConfig, Op};
 use crate::deadline::{Deadline, SetBy};
 use crate::device::Device;
 use crate::error::{Error, Result, guard};
@@ -30,7 +32,7 @@ use crate::transport::gpu::CallerStream;
 pub struct Group {
     pub(super) shared: Arc<GroupState>,
     pub(super) topology: Arc<Topology>,
-    pub(super) executor: Arc<Executor>,
+    pub(super) lead: Arc<Lead>,
     /// Made by the first send or receive.
     pub(super) messenger: OnceLock<Messenger>,
     /// How many calls of unknown lengths there were.
@@ -40,9 +42,9 @@ pub struct Group {
 /// How often a started small call looks for the other ranks: about as long as its bookkeeping takes if it must go on.
 const START_SPINS: u32 = 16;
 
-/// A submitted call: in the queue, or with the executor that its caller holds. Pass it to [`Group::run`].
+/// A submitted call. If its caller leads, it passes this to [`Group::run`].
 #[must_use]
-pub(crate) struct Submitted<'a>(Option<(ExecutorGuard<'a>, Arc<Work>)>);
+pub(crate) struct Submitted<'a>(Option<(Leading<'a>, Arc<Work>)>);
 
 /// `input`, unless its call ends alone ([`Work::ends_alone`]).
 #[inline]
@@ -95,22 +97,20 @@ impl Group {
         input: impl FnOnce() -> Option<SmallCallInput<'v>>,
         timeout: Timeout,
     ) -> Option<(Result<()>, Option<Duration>)> {
-        let mut guard = self.acquire_for_small(true)?;
+        let mut leading = self.lead_small(true)?;
+        let recorder = &self.shared.recorder;
         let since = small_calls::is_sampled(self.shared.matched()).then(Instant::now);
-        let (call, posted) = match guard.start_small(words, without_own_end(input, timeout), since, u32::MAX)? {
+        let (index, posted) = match leading.start_small(words, without_own_end(input, timeout), since, u32::MAX)? {
             Ok(None) => return Some((Ok(()), None)),
-            Ok(Some(remainder)) => remainder,
+            Ok(Some(posted)) => posted,
             Err(error) => return Some((Err(error), None)),
         };
-        let since = since.unwrap_or_else(Instant::now);
+        let (started, submission, thread) = (Instant::now(), recorder.submission(), Some(this_thread()));
         let result = wait_for_result(
             || self.shared.process_groups.interrupt(),
-            |done| {
-                let work = self.work(*call, Role::Own, true, timeout, done, None);
-                self.run_here(guard, &work, Some(posted));
-            },
+            |done| leading.run_held(HeldCall { index, posted, submission, since, thread, timeout, done }),
         );
-        Some((result, Some(since.elapsed())))
+        Some((result, Some(started.elapsed())))
     }
 
     /// As [`Group::try_small`], but starts the call: it only waits for other ranks when its caller waits for the handle.
@@ -127,30 +127,37 @@ impl Group {
     ) -> Option<CallHandle> {
         // A call by name needs this rank for the decision on the order, whatever this rank does meanwhile.
         let input = || input().filter(|input| !input.by_name);
-        let mut guard = self.acquire_for_small(false)?;
-        let started = guard.start_small(words, input, None, START_SPINS)?;
+        let mut leading = self.lead_small(false)?;
+        let since = small_calls::is_sampled(self.shared.matched()).then(Instant::now);
+        let started = leading.start_small(words, input, since, START_SPINS)?;
         let (handle, done) = CallHandle::new(then.take());
-        let (call, posted) = match started {
-            Ok(Some(remainder)) => remainder,
+        let (index, posted) = match started {
+            Ok(Some(posted)) => posted,
             ended => {
-                drop(guard);
+                drop(leading);
                 done(ended.map(|_none| ()));
                 return Some(handle);
             }
         };
-        let work = self.work(*call, Role::Own, false, timeout, done, None);
-        guard.hold(&work, posted);
-        Some(handle.of_held(HeldCall::new(&self.shared, &self.executor, work)))
+        let submission = self.shared.recorder.submission();
+        leading.hold(HeldCall { index, posted, submission, since, thread: None, timeout, done });
+        Some(handle.of_held(&self.lead, submission.number))
     }
 
-    /// The executor for a small call, if that may take the fast path. `blocks`: its caller waits for it.
+    /// `handle`, of a call of this group: whoever waits may run it.
+    #[must_use]
+    pub fn led(&self, handle: CallHandle) -> CallHandle {
+        handle.led_by(&self.lead)
+    }
+
+    /// The role for the caller of a small call, if that may take the fast path. `blocks`: its caller waits for it.
     #[inline]
-    fn acquire_for_small(&self, blocks: bool) -> Option<ExecutorGuard<'_>> {
+    fn lead_small(&self, blocks: bool) -> Option<Leading<'_>> {
         if timeline::is_on() || self.shared.has_failed() || signals::checking() {
             return None;
         }
         self.shared.callers.record(blocks);
-        self.executor.try_acquire()
+        self.lead.try_lead_idle()
     }
 
     /// Seconds that callers have waited in small allreduces that completed inline.
@@ -181,8 +188,7 @@ impl Group {
         }
     }
 
-    /// Submits a call: to the queue, or, if its caller blocks and the executor is free, to the executor for
-    /// [`Group::run`].
+    /// Submits a call: to the group's thread, or, if its caller blocks and can lead, for [`Group::run`].
     pub(crate) fn new_work(&self, call: Call, options: &CallOptions, done: OnComplete) -> Submitted<'_> {
         let work = self.work(call, Role::Own, options.caller_blocks, options.timeout, done, options.loss.clone());
         self.accept(work, options.caller_blocks)
@@ -193,11 +199,10 @@ impl Group {
         self.shared.download_early(&work);
         if caller_blocks
             && !work.ends_alone()
-            && let Some(guard) = self.executor.try_acquire()
+            && let Some(leading) = self.lead.try_lead_with(&work)
         {
-            return Submitted(Some((guard, work)));
+            return Submitted(Some((leading, work)));
         }
-        self.executor.enqueue();
         if let Some(QueueItem::Call(work)) = self.shared.send(QueueItem::Call(work)) {
             work.finish(Err(self.shared.ended()));
         }
@@ -214,25 +219,16 @@ impl Group {
         done: OnComplete,
         loss: Option<Loss>,
     ) -> Arc<Work> {
-        let deadline = self.shared.deadline(timeout);
         let thread = self.shared.callers.record(blocks);
-        let record = self.shared.recorder.open(&call, deadline, thread);
-        let work = Work::new(call, role, done, deadline, record, Arc::clone(&self.shared.recorder))
-            .submitted(self.shared.number, loss);
+        let work = self.shared.work(call, role, None, thread, timeout, done).submitted(self.shared.number, loss);
         work.record.set_unmatched(work.ends_alone());
         Arc::new(work)
     }
 
-    /// Runs a submitted call on this thread, unless the group's threads run it.
+    /// Runs a submitted call on this thread, if its caller leads.
     pub(crate) fn run(&self, submitted: Submitted<'_>) {
-        if let Some((guard, work)) = submitted.0 {
-            self.run_here(guard, &work, None);
-        }
-    }
-
-    fn run_here(&self, guard: ExecutorGuard<'_>, work: &Arc<Work>, posted: Option<PostedCall>) {
-        if !guard.run(work, posted) {
-            wake_lead(&self.shared);
+        if let Some((leading, work)) = submitted.0 {
+            leading.run_until_ended(&work);
         }
     }
 

@@ -1,21 +1,22 @@
 //! A thread of a group that starts with its first item, and ends when no item has come for a while.
 //!
-//! Thread rule: any thread may send. The body runs on one thread at a time.
+//! Thread rule: any thread may send, and take what was sent. The body runs on one thread at a time.
 
+use std::collections::VecDeque;
 use std::mem;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use super::callers::mark_group_thread;
 use crate::affinity::{bind, request_short_slice};
 use crate::error::{Error, Result};
-use crate::lock::lock;
+use crate::lock::{Wakeup, lock};
 use crate::log::log_line;
 
-/// What the thread runs, from its first item to the end of its [`Inbox`].
-type Body<T> = Arc<dyn Fn(&Inbox<T>) + Send + Sync>;
+/// What the thread runs, until [`GroupThread::wait`] returns false.
+type Body<T> = Arc<dyn Fn(&GroupThread<T>) + Send + Sync>;
 
 /// Where the thread runs.
 #[derive(Debug, Clone)]
@@ -31,37 +32,38 @@ pub(super) struct ThreadSettings {
 /// A thread that runs while it has items.
 pub(super) struct GroupThread<T>(Arc<Inner<T>>);
 
+impl<T> Clone for GroupThread<T> {
+    fn clone(&self) -> GroupThread<T> {
+        GroupThread(Arc::clone(&self.0))
+    }
+}
+
 struct Inner<T> {
     settings: ThreadSettings,
     state: Mutex<State<T>>,
+    /// Items that were sent and not taken, as in the state.
+    number: AtomicUsize,
+    arrived: Wakeup,
 }
 
-enum State<T> {
+struct State<T> {
+    items: VecDeque<T>,
+    life: Life<T>,
+}
+
+enum Life<T> {
     /// Has not started, or has ended for want of items.
     Idle(Body<T>),
-    Running(Body<T>, Sender<T>, JoinHandle<()>),
-    Closed,
-}
-
-/// The items for the thread, as its body sees them.
-pub(super) struct Inbox<T> {
-    receiver: Receiver<T>,
-    thread: Arc<Inner<T>>,
-}
-
-/// The result of a wait for an item.
-pub(super) enum Received<T> {
-    Item(T),
-    /// No item has come for a while: the body returns, and is run again for the next item.
-    Idle,
-    /// No item will come.
+    Running(Body<T>, JoinHandle<()>),
     Closed,
 }
 
 impl<T: Send + 'static> GroupThread<T> {
-    /// A thread that has not started. `body` runs until [`Inbox::wait`] returns no item.
-    pub fn new(settings: ThreadSettings, body: impl Fn(&Inbox<T>) + Send + Sync + 'static) -> GroupThread<T> {
-        GroupThread(Arc::new(Inner { settings, state: Mutex::new(State::Idle(Arc::new(body))) }))
+    /// A thread that has not started. `body` runs until [`GroupThread::wait`] returns false.
+    pub fn new(settings: ThreadSettings, body: impl Fn(&GroupThread<T>) + Send + Sync + 'static) -> GroupThread<T> {
+        let state = State { items: VecDeque::new(), life: Life::Idle(Arc::new(body)) };
+        let (state, number) = (Mutex::new(state), AtomicUsize::new(0));
+        GroupThread(Arc::new(Inner { settings, state, number, arrived: Wakeup::default() }))
     }
 
     /// Starts the thread, if it does not run.
@@ -69,51 +71,47 @@ impl<T: Send + 'static> GroupThread<T> {
     /// # Errors
     /// [`Error::System`] if the system refuses a thread.
     pub fn start(&self) -> Result<()> {
-        self.start_locked(&mut lock(&self.0.state))
+        self.start_locked(&mut self.lock())
     }
 
     fn start_locked(&self, state: &mut State<T>) -> Result<()> {
-        let State::Idle(body) = state else { return Ok(()) };
-        let (sender, receiver) = channel();
-        let inbox = Inbox { receiver, thread: Arc::clone(&self.0) };
-        let (cpu, run) = (self.0.settings.cpu, Arc::clone(body));
+        let Life::Idle(body) = &state.life else { return Ok(()) };
+        let (thread, run, body) = (self.clone(), Arc::clone(body), Arc::clone(body));
         let run = move || {
             mark_group_thread();
             request_short_slice();
-            if let Some(Err(error)) = cpu.map(bind) {
+            if let Some(Err(error)) = thread.0.settings.cpu.map(bind) {
                 log_line(&format!("{error}; the thread runs where the process may"));
             }
-            run(&inbox);
+            run(&thread);
         };
-        let handle = Builder::new().name(self.0.settings.name.clone()).spawn(run);
-        let handle = handle.map_err(Error::no_thread)?;
-        *state = State::Running(Arc::clone(body), sender, handle);
+        let handle = Builder::new().name(self.0.settings.name.clone()).spawn(run).map_err(Error::no_thread)?;
+        state.life = Life::Running(body, handle);
         Ok(())
     }
 
     /// Sends the thread an item, and starts it if needed. Returns the item, with the reason, if that failed; without a
     /// reason it is closed.
     pub fn send(&self, item: T) -> std::result::Result<(), (T, Option<Error>)> {
-        let mut state = lock(&self.0.state);
+        let mut state = self.lock();
         if let Err(error) = self.start_locked(&mut state) {
             return Err((item, Some(error)));
         }
-        match &*state {
-            State::Running(_, sender, _) => sender.send(item).map_err(|unsent| (unsent.0, None)),
-            State::Idle(_) | State::Closed => Err((item, None)),
+        if matches!(state.life, Life::Closed) {
+            return Err((item, None));
         }
-    }
-
-    /// Whether it accepts no more items.
-    pub fn is_closed(&self) -> bool {
-        matches!(&*lock(&self.0.state), State::Closed)
+        state.items.push_back(item);
+        self.0.number.store(state.items.len(), Ordering::Release);
+        drop(state);
+        self.0.arrived.notify_all();
+        Ok(())
     }
 
     /// Lets the thread handle the items that were sent, and waits until it has ended. Not from a thread of a group.
     pub fn close(&self) {
-        let state = mem::replace(&mut *lock(&self.0.state), State::Closed);
-        if let State::Running(body, sender, handle) = state {
-            drop(sender);
+        let life = mem::replace(&mut self.lock().life, Life::Closed);
+        self.0.arrived.notify_all();
+        if let Life::Running(body, handle) = life {
             if handle.join().is_err() {
                 log_line(&format!("thread {} panicked", self.0.settings.name));
             }
@@ -122,46 +120,56 @@ impl<T: Send + 'static> GroupThread<T> {
     }
 }
 
-impl<T> Inbox<T> {
-    /// Waits for an item.
-    pub fn wait(&self) -> Received<T> {
-        let Some(timeout) = self.thread.settings.idle_timeout else {
-            return self.receiver.recv().map_or(Received::Closed, Received::Item);
-        };
-        match self.receiver.recv_timeout(timeout) {
-            Ok(item) => Received::Item(item),
-            Err(RecvTimeoutError::Disconnected) => Received::Closed,
-            Err(RecvTimeoutError::Timeout) => {
-                // A sender holds this lock.
-                let mut state = lock(&self.thread.state);
-                if let Ok(item) = self.receiver.try_recv() {
-                    return Received::Item(item);
+impl<T> GroupThread<T> {
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
+        lock(&self.0.state)
+    }
+
+    /// Whether it accepts no more items.
+    pub fn is_closed(&self) -> bool {
+        matches!(self.lock().life, Life::Closed)
+    }
+
+    /// Whether there are items that nobody has taken. Quick.
+    pub fn has_items(&self) -> bool {
+        self.0.number.load(Ordering::Acquire) > 0
+    }
+
+    /// Takes an item.
+    pub fn take(&self) -> Option<T> {
+        let mut state = self.lock();
+        let item = state.items.pop_front();
+        self.0.number.store(state.items.len(), Ordering::Release);
+        item
+    }
+
+    /// Only for the thread: waits until there is an item. False if none comes: then the body returns, and is run again for
+    /// the next item, unless the thread is closed.
+    pub fn wait(&self) -> bool {
+        let mut state = self.lock();
+        while state.items.is_empty() {
+            if matches!(state.life, Life::Closed) {
+                return false;
+            }
+            let is_late;
+            (state, is_late) = self.0.arrived.wait(state, self.0.settings.idle_timeout);
+            if is_late && state.items.is_empty() {
+                if let Life::Running(body, _) = mem::replace(&mut state.life, Life::Closed) {
+                    state.life = Life::Idle(body);
                 }
-                match mem::replace(&mut *state, State::Closed) {
-                    State::Running(body, ..) | State::Idle(body) => {
-                        *state = State::Idle(body);
-                        Received::Idle
-                    }
-                    State::Closed => Received::Closed,
-                }
+                return false;
             }
         }
+        true
     }
 
-    /// Waits up to `timeout` for an item.
-    ///
-    /// # Errors
-    /// As for [`Receiver::recv_timeout`].
-    pub fn wait_timeout(&self, timeout: Duration) -> std::result::Result<T, RecvTimeoutError> {
-        self.receiver.recv_timeout(timeout)
-    }
-
-    /// An item that was sent.
-    ///
-    /// # Errors
-    /// As for [`Receiver::try_recv`].
-    pub fn try_receive(&self) -> std::result::Result<T, TryRecvError> {
-        self.receiver.try_recv()
+    /// Waits up to `timeout` for an item, beside [`GroupThread::wait`]; returns whether there is one.
+    pub fn wait_timeout(&self, timeout: Duration) -> bool {
+        let mut state = self.lock();
+        if state.items.is_empty() {
+            state = self.0.arrived.wait(state, Some(timeout)).0;
+        }
+        !state.items.is_empty()
     }
 }
 
@@ -177,10 +185,10 @@ mod tests {
         let counts: Arc<[AtomicUsize; 2]> = Arc::default();
         let shared = Arc::clone(&counts);
         let settings = ThreadSettings { name: "adder".into(), cpu: None, idle_timeout };
-        let thread = GroupThread::new(settings, move |inbox: &Inbox<usize>| {
+        let thread = GroupThread::new(settings, move |thread: &GroupThread<usize>| {
             shared[1].fetch_add(1, Ordering::SeqCst);
-            while let Received::Item(item) = inbox.wait() {
-                shared[0].fetch_add(item, Ordering::SeqCst);
+            while thread.wait() {
+                shared[0].fetch_add(thread.take().unwrap_or(0), Ordering::SeqCst);
             }
         });
         (thread, counts)
@@ -193,7 +201,7 @@ mod tests {
         for item in 1..=200 {
             assert!(thread.send(item).is_ok());
             if item % 50 == 0 {
-                while !matches!(&*lock(&thread.0.state), State::Idle(_)) {
+                while !matches!(thread.lock().life, Life::Idle(_)) {
                     sleep(Duration::from_millis(1));
                 }
             }

@@ -1,7 +1,7 @@
 //! A call from submission to completion.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use oneshot::RecvTimeoutError;
@@ -15,7 +15,7 @@ use crate::collective::{Call, Counts, Plan};
 use crate::deadline::{Deadline, SetBy};
 use crate::device::Device;
 use crate::error::{Error, Result, guard};
-use crate::lock::lock;
+use crate::lock::{Wakeup, lock};
 use crate::log::log_line;
 use crate::signals;
 use crate::transport::gpu::{Event, Place};
@@ -136,7 +136,7 @@ pub(super) struct Work {
     outcome: Mutex<(Option<OnComplete>, Result<()>)>,
     /// Whether the call has ended, its completion too.
     ended: Mutex<bool>,
-    ends: Condvar,
+    ends: Wakeup,
 }
 
 impl Work {
@@ -164,7 +164,7 @@ impl Work {
             parts: AtomicUsize::new(1),
             outcome: Mutex::new((Some(on_complete), Ok(()))),
             ended: Mutex::new(false),
-            ends: Condvar::new(),
+            ends: Wakeup::default(),
         }
     }
 
@@ -224,7 +224,7 @@ impl Work {
             parts: AtomicUsize::new(1),
             outcome: Mutex::new((on_complete, Ok(()))),
             ended: Mutex::new(false),
-            ends: Condvar::new(),
+            ends: Wakeup::default(),
         }
     }
 
@@ -254,11 +254,6 @@ impl Work {
     pub fn ends_alone(&self) -> bool {
         let has_deadline = self.deadline.set_by == SetBy::Call && self.deadline.after.is_some();
         has_deadline && self.call.is_by_name() && self.call.has_peers()
-    }
-
-    /// Whether its end is the end of an item of the queue.
-    pub fn is_queued(&self) -> bool {
-        matches!(self.role, Role::Own | Role::Copied(_) | Role::Join(_))
     }
 
     /// When the ranks first found this call unmatched with nothing runnable before it; now, if never.
@@ -339,17 +334,9 @@ impl Work {
 
     /// Waits until it has. Only for calls whose parts other threads run.
     pub fn wait_until_ended(&self) {
-        let ended = lock(&self.ended);
-        drop(self.ends.wait_while(ended, |ended| !*ended).unwrap_or_else(PoisonError::into_inner));
+        let mut ended = lock(&self.ended);
+        while !*ended {
+            ended = self.ends.wait(ended, None).0;
+        }
     }
-}
-
-/// An item for the lead thread.
-pub(super) enum QueueItem {
-    /// A call.
-    Call(Arc<Work>),
-    /// A call was left in the executor.
-    Held,
-    /// Other ranks are stalled in a round for which this rank has no call.
-    JoinStalled,
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::call_limits::CallLimits;
 use super::state::GroupState;
-use super::thread::{Inbox, Received};
+use super::thread::GroupThread;
 use super::work::Work;
 use crate::collective::Channel;
 use crate::collective::device::StagingPipeline;
@@ -22,11 +22,13 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Runs this thread's chunks of the calls from `inbox`.
-    pub fn run_helper(&mut self, inbox: &Inbox<Arc<Work>>) {
-        while let Received::Item(work) = inbox.wait() {
-            let result = self.run_own_chunks(&work);
-            work.finish(result);
+    /// Runs this thread's chunks of the calls that `thread` is sent.
+    pub fn run_helper(&mut self, thread: &GroupThread<Arc<Work>>) {
+        while thread.wait() {
+            if let Some(work) = thread.take() {
+                let result = self.run_own_chunks(&work);
+                work.finish(result);
+            }
         }
     }
 

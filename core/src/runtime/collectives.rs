@@ -92,7 +92,7 @@ pub unsafe fn start(
     let options = CallOptions { loss: Some(handle.loss()), ..options };
     // SAFETY: the caller's promise.
     unsafe { submit(group, request, tensors, options, done) };
-    Ok(handle)
+    Ok(group.led(handle))
 }
 
 /// Starts an all-gather or all-to-all of which a rank knows only the lengths that it sends; `then` as for [`start`].
@@ -112,7 +112,7 @@ pub unsafe fn start_ragged(
     let (handle, done) = CallHandle::new(then);
     // SAFETY: the caller's promise.
     unsafe { group::start_ragged(group, op, tensors, options, allocate, done) };
-    Ok(handle)
+    Ok(group.led(handle))
 }
 
 /// Runs such a call to its end.
