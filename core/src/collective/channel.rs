@@ -22,9 +22,9 @@ use crate::error::{Error, Result};
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
 use crate::transport::peer_memory::DirectCopies;
+use crate::transport::rounds::{AllPacked, AllReduced, InRound, Open, Packed, Round, Rounds};
 use crate::transport::spin::Waiter;
-use crate::transport::step::{REFRESH, START, reached};
-use crate::transport::{HostLink, NetworkModel, Phase, SMALL_WINDOW, ShmChannel, SlotContent, WaitContext};
+use crate::transport::{HostLink, NetworkModel, ShmChannel, ShmRegion, SlotContent, WaitContext};
 
 /// Shorter chunks always have the same place in a slot, so that this memory stays in the nearest caches.
 const MIN_PLACED_BYTES: usize = 8 << 10;
@@ -32,19 +32,9 @@ const MIN_PLACED_BYTES: usize = 8 << 10;
 /// A channel; see the module's documentation.
 pub struct Channel {
     pub(super) topology: Arc<Topology>,
-    pub(super) shm: ShmChannel,
+    pub(super) rounds: Rounds,
     /// This rank's shards with their links to other hosts, if there are any.
     pub(super) inter_host: Vec<InterHost>,
-    /// The last round.
-    pub(super) seq: u32,
-    /// All ranks of the host have unpacked this round.
-    pub(super) freed_seq: u32,
-    /// This rank has unpacked this round, but may not have raised its flag for it.
-    pub(super) unpacked_seq: u32,
-    /// The last round, if it was that of a small call.
-    small_seq: Option<u32>,
-    /// This rank has raised all its flags for this round or a later one.
-    refreshed: u32,
     /// Between hosts: what this rank's slot could hold; once all ranks of the host have packed the first chunk, what those
     /// of all of them can.
     pub(super) offer: SlotContent,
@@ -79,13 +69,8 @@ impl Channel {
         };
         Channel {
             topology,
-            shm: region,
+            rounds: Rounds::new(region),
             inter_host: Vec::new(),
-            seq: START,
-            freed_seq: START,
-            unpacked_seq: START,
-            small_seq: None,
-            refreshed: START,
             offer: SlotContent::Data,
             plan: Plan::default(),
             is_refused: false,
@@ -108,6 +93,11 @@ impl Channel {
         Channel { inter_host, ..self }
     }
 
+    /// The shared memory of its host.
+    pub(super) fn region(&self) -> &Arc<ShmRegion> {
+        self.rounds.shm().region()
+    }
+
     /// Closes the links to other hosts; no calls may follow.
     pub(crate) fn close_links(&mut self) {
         self.inter_host.clear();
@@ -115,7 +105,7 @@ impl Channel {
 
     /// Sets who waits from now on.
     pub(crate) fn set_waiter(&self, waiter: Waiter) {
-        self.shm.set_waiter(waiter);
+        self.rounds.shm().set_waiter(waiter);
     }
 
     /// Makes the memory of this rank, if needed, and waits for that of the other ranks. Before the first round.
@@ -123,7 +113,7 @@ impl Channel {
     /// # Errors
     /// [`Error::System`] when there is not enough memory; those of the wait context.
     pub(crate) fn open(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        self.shm.open(wait_ctx)
+        self.rounds.shm().open(wait_ctx)
     }
 
     /// Runs the first chunk of `call`, which checks that the calls match. Returns false on every rank, with nothing
@@ -140,11 +130,11 @@ impl Channel {
         let kind = self.kind(call, total);
         let path = kind.map_or(CallPath::First, |kind| self.path(call, kind));
         self.plan = Plan { total, path, ..Plan::default() };
-        self.refresh();
+        self.rounds.refresh();
         self.start_timer(call, total, kind);
         if call.is_small() {
             // Of later calls of this kind, too, which do not check.
-            self.reserve(call, 0, 0, |bytes| self.shm.reserve_small(&bytes))?;
+            self.reserve(call, 0, 0, |bytes| self.rounds.shm().reserve_small(&bytes))?;
         }
         if call.is_small() && path == CallPath::First {
             return self.exchange(call, wait_ctx);
@@ -179,7 +169,7 @@ impl Channel {
     /// # Errors
     /// Those of the transports; the channel is then unusable.
     pub fn run_concurrent(&mut self, calls: &mut dyn ChunkSource) -> Result<bool> {
-        self.refresh();
+        self.rounds.refresh();
         self.offer = SlotContent::Data;
         Ok(self.drive(calls)? == ChunkResult::Matched)
     }
@@ -215,113 +205,23 @@ impl Channel {
         Ok(())
     }
 
-    /// The number of the next round, once its slot is free. Also posts `Unpacked`: peers may need it before they can
-    /// make progress.
-    pub(super) fn begin_round(&mut self, wait_ctx: &WaitContext<'_>) -> Result<u32> {
-        self.post_unpacked(wait_ctx);
-        self.next_seq(wait_ctx)
-    }
-
-    /// As `begin_round`, without waiting: `None` if the slot is not free.
-    pub(super) fn try_begin_round(&mut self, wait_ctx: &WaitContext<'_>) -> Option<u32> {
-        self.post_unpacked(wait_ctx);
-        let seq = self.seq.wrapping_add(1);
-        let before = self.slot_freed_by(seq);
-        if !reached(self.freed_seq, before) {
-            if !self.shm.all_reached(Phase::Unpacked, before, self.topology.local_size()) {
-                return None;
-            }
-            self.freed_seq = before;
-        }
-        self.seq = seq;
-        Some(seq)
-    }
-
-    fn post_unpacked(&self, wait_ctx: &WaitContext<'_>) {
-        if self.shm.own(Phase::Unpacked) != self.unpacked_seq {
-            self.shm.raise(Phase::Unpacked, self.unpacked_seq);
-            wait_ctx.log().flag();
-        }
-    }
-
-    /// Raises the flags that small and mismatched calls skip, before they lag so far that wraparound makes them look
-    /// newer. Call it between calls, after this rank has finished all rounds.
-    #[inline]
-    pub(super) fn refresh(&mut self) {
-        if self.seq.wrapping_sub(self.refreshed) >= REFRESH {
-            self.shm.raise(Phase::Reduced, self.seq);
-            self.shm.raise(Phase::Unpacked, self.unpacked_seq);
-            self.refreshed = self.seq;
-        }
-    }
-
-    fn next_seq(&mut self, wait_ctx: &WaitContext<'_>) -> Result<u32> {
-        let seq = self.seq.wrapping_add(1);
-        self.wait_until_freed(self.slot_freed_by(seq), wait_ctx)?;
-        (self.seq, self.small_seq) = (seq, None);
-        Ok(seq)
-    }
-
-    /// Waits until all ranks have unpacked round `before`.
-    fn wait_until_freed(&mut self, before: u32, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        if !reached(self.freed_seq, before) {
-            self.shm.wait(Phase::Unpacked, before, self.topology.local_size(), wait_ctx)?;
-            self.freed_seq = before;
-        }
-        Ok(())
-    }
-
-    /// The last round that used the slot of round `seq`, apart from small ones. These need no wait: all ranks have posted
-    /// the last small round, so they have finished those before it; the round after it uses another slot, since the last
-    /// bits differ; and this round, the first of its call, ends before the second begins.
-    pub(super) fn slot_freed_by(&self, seq: u32) -> u32 {
-        seq.wrapping_sub(self.shm.window())
-    }
-
-    /// The number of the next round, for a small call; waits until its slot is free.
-    pub(super) fn begin_small_round(&mut self, wait_ctx: &WaitContext<'_>) -> Result<u32> {
-        let seq = self.seq.wrapping_add(1);
-        self.wait_until_freed(seq.wrapping_sub(SMALL_WINDOW), wait_ctx)?;
-        (self.seq, self.small_seq) = (seq, Some(seq));
-        Ok(seq)
-    }
-
-    /// As `begin_small_round`, without waiting: `None` if the slot is not free.
-    pub(super) fn try_begin_small_round(&mut self) -> Option<u32> {
-        let seq = self.seq.wrapping_add(1);
-        if !reached(self.freed_seq, seq.wrapping_sub(SMALL_WINDOW)) {
-            return None;
-        }
-        (self.seq, self.small_seq) = (seq, Some(seq));
-        Some(seq)
-    }
-
-    /// Ends round `seq`: this rank has read its results.
-    pub(super) fn finish_round(&mut self, seq: u32) {
-        self.unpacked_seq = seq;
-        self.shm.raise(Phase::Unpacked, seq);
-    }
-
-    /// The slots of round `seq` for a chunk of `call`, by local rank. Chunks that are shorter than their part of a slot take
+    /// The slots of a round for a chunk of `call`, by local rank. Chunks that are shorter than their part of a slot take
     /// turns in its places: a line that another rank has just read is still in that rank's cache, which makes writing it
     /// slow.
-    pub(super) fn slots(&self, call: &Call, chunk: usize, seq: u32) -> &[*mut u8] {
-        if self.small_seq == Some(seq) {
-            return self.shm.small_slots(seq);
-        }
-        self.shm.slots_at(seq, self.place(call, chunk, seq))
+    pub(super) fn slots(&self, call: &Call, chunk: usize, state: impl InRound) -> &[*mut u8] {
+        self.rounds.slots(state, self.place(call, chunk, state.round()))
     }
 
-    /// The place in the slots of round `seq`, which is not a small one, for a chunk of `call`.
-    fn place(&self, call: &Call, chunk: usize, seq: u32) -> usize {
+    /// The place in the slots of a round, which small calls do not use, for a chunk of `call`.
+    fn place(&self, call: &Call, chunk: usize, round: Round) -> usize {
         let len = call.layout.chunk_len(chunk);
         if len < MIN_PLACED_BYTES || call.agrees_on_length() {
             return 0;
         }
-        let layout = self.shm.region().layout();
+        let layout = self.region().layout();
         let covered = len.div_ceil(layout.place_bytes());
         let disjoint = (call.compartment() / layout.place_bytes() / covered).min(layout.places());
-        (seq / self.shm.window()) as usize % disjoint.max(1) * covered
+        (round.number() / self.rounds.shm().window()) as usize % disjoint.max(1) * covered
     }
 
     /// Makes the memory of the parts of this rank's slot that chunk `chunk` of `call` uses in a round, by `reserve`.
@@ -335,7 +235,7 @@ impl Channel {
         if self.topology.hosts() > 1 || call.agrees_on_length() {
             return reserve(0..call.slot());
         }
-        let (start, len) = (place * self.shm.region().layout().place_bytes(), call.layout.chunk_len(chunk));
+        let (start, len) = (place * self.region().layout().place_bytes(), call.layout.chunk_len(chunk));
         if call.op.pattern() == Pattern::Line {
             return reserve(start..start + len);
         }
@@ -346,14 +246,14 @@ impl Channel {
         })
     }
 
-    /// Copies this rank's input of a chunk into the slots of round `seq`, but `own` of the line.
-    pub(super) fn copy_in(&self, call: &Call, chunk: usize, own: Range<usize>, seq: u32) {
-        let slots = self.slots(call, chunk, seq);
+    /// Copies this rank's input of a chunk into its slots, but `own` of the line.
+    pub(super) fn copy_in(&self, call: &Call, chunk: usize, own: Range<usize>, open: Open) {
+        let slots = self.slots(call, chunk, open);
         if call.op.pattern() != Pattern::Line {
-            // SAFETY: `begin_round` waited until all ranks had unpacked, so this rank owns its compartments.
+            // SAFETY: the round is open, so this rank owns its compartments.
             return unsafe { transfer::pack_blocks(call, &self.topology, chunk, slots) };
         }
-        // SAFETY: `begin_round` waited until this rank owns the slot; a chunk fits a slot.
+        // SAFETY: the round is open, so this rank owns the slot; a chunk fits a slot.
         unsafe {
             if own.start > 0 {
                 transfer::pack_line(call, &self.topology, chunk, 0..own.start, slots);
@@ -371,26 +271,26 @@ impl Channel {
         0..0
     }
 
-    /// Packs a chunk in round `seq`, which this rank has begun.
-    pub(super) fn pack(&mut self, active: &ActiveCall<'_>, chunk: usize, seq: u32) -> Result<()> {
+    /// Packs a chunk.
+    pub(super) fn pack(&mut self, active: &ActiveCall<'_>, chunk: usize, open: Open) -> Result<Packed> {
         let ActiveCall { call, plan, wait_ctx } = active;
         let len = call.layout.chunk_len(chunk);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
         let content = if plan.zero_copy { self.content(call) } else { SlotContent::Data };
         if content == SlotContent::Data {
-            self.reserve(call, chunk, self.place(call, chunk, seq), |bytes| self.shm.reserve(seq, bytes))?;
-            self.copy_in(call, chunk, self.own_range(call, chunk), seq);
+            let place = self.place(call, chunk, open.round());
+            self.reserve(call, chunk, place, |bytes| open.reserve(&self.rounds, bytes))?;
+            self.copy_in(call, chunk, self.own_range(call, chunk), open);
         } else {
-            self.post_places(call, content, seq)?;
+            self.post_places(call, content, open)?;
         }
         let content = if self.topology.hosts() > 1 { self.offer } else { content };
-        self.post_path_note(seq);
-        self.shm.post_signature(seq, call.signature, content);
-        self.shm.raise(Phase::Packed, seq);
+        self.post_path_note(open);
+        let packed = open.pack(&self.rounds, call.signature, content);
         timer.end(Activity::Copy);
         wait_ctx.log().step();
         wait_ctx.log().flag();
-        Ok(())
+        Ok(packed)
     }
 
     /// The local rank whose slot has the results of `shard` of a line. On one host its owner has just read the
@@ -401,21 +301,21 @@ impl Channel {
     }
 
     /// On a single host: this rank's shard of a chunk.
-    pub(super) fn own_shard(&self, call: &Call, chunk: usize, seq: u32) -> ShardView<'_> {
-        let (shard, slots) = (self.topology.local_rank(), self.slots(call, chunk, seq));
+    pub(super) fn own_shard(&self, call: &Call, chunk: usize, all_packed: AllPacked) -> ShardView<'_> {
+        let (shard, slots) = (self.topology.local_rank(), self.slots(call, chunk, all_packed));
         ShardView { topology: &self.topology, shard, chunk, slots, result: slots[self.result_rank(shard)] }
     }
 
-    /// Takes a chunk of a direct call once all ranks have packed.
-    pub(super) fn take(&self, call: &Call, chunk: usize, seq: u32) {
-        let shard = self.own_shard(call, chunk, seq);
+    /// Takes a chunk of a direct call.
+    pub(super) fn take(&self, call: &Call, chunk: usize, all_packed: AllPacked) {
+        let shard = self.own_shard(call, chunk, all_packed);
         // SAFETY: all ranks have packed, and nobody writes a slot before all ranks have unpacked.
         unsafe { transfer::take_direct(call, &shard) };
     }
 
     /// Copies the results from the slots to the tensors of every tower.
-    pub(super) fn unpack(&self, call: &Call, seq: u32, chunk: usize) {
-        let slots = self.slots(call, chunk, seq);
+    pub(super) fn unpack(&self, call: &Call, chunk: usize, all_reduced: AllReduced) {
+        let slots = self.slots(call, chunk, all_reduced);
         if call.op.pattern() != Pattern::Line {
             // SAFETY: all shards have completed their blocks, so the slots are read-only; the call owns the tensors.
             return unsafe { transfer::take_blocks(call, &self.topology, chunk, slots) };

@@ -22,14 +22,14 @@ use super::shard::ShardView;
 use super::wire::shard_range;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
-use crate::transport::{HostLink, HostWait, Phase, SlotContent, WaitContext, check_hosts};
+use crate::transport::rounds::{AllPacked, Awaited, InRound, Packed, Reduced};
+use crate::transport::{HostLink, HostWait, SlotContent, WaitContext, check_hosts};
 
 /// While fewer chunks are under way, a new one is packed first.
 const MIN_CHUNKS: usize = 2;
 
 /// A chunk under way.
 struct ChunkTask {
-    seq: u32,
     /// The number of its call.
     call: usize,
     chunk: usize,
@@ -43,16 +43,16 @@ struct ChunkTask {
 }
 
 /// What a chunk waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 enum Stage {
     /// All ranks of the host to pack it.
-    Packed,
+    Packed(Packed),
     /// Messages of other hosts.
-    Exchanging,
+    Exchanging(AllPacked),
     /// The chunks before it: the slices of this rank are complete.
-    Complete,
+    Complete(AllPacked),
     /// All slices to be complete.
-    Reduced,
+    Reduced(Reduced),
     /// Nothing. All ranks have the same call, and this many behind it, or the calls differ.
     Ended(Option<usize>),
 }
@@ -61,10 +61,10 @@ impl Stage {
     /// The number of the stage.
     fn number(self) -> u8 {
         match self {
-            Stage::Packed => 0,
-            Stage::Exchanging => 1,
-            Stage::Complete => 2,
-            Stage::Reduced => 3,
+            Stage::Packed(_) => 0,
+            Stage::Exchanging(_) => 1,
+            Stage::Complete(_) => 2,
+            Stage::Reduced(_) => 3,
             Stage::Ended(_) => 4,
         }
     }
@@ -74,7 +74,7 @@ impl Channel {
     /// Runs the chunks of `source` between hosts. Returns a difference between the ranks' calls, after which no other
     /// chunk is under way.
     pub(super) fn drive(&mut self, source: &mut dyn ChunkSource) -> Result<ChunkResult> {
-        let mut tasks: VecDeque<ChunkTask> = VecDeque::with_capacity(self.shm.window() as usize);
+        let mut tasks: VecDeque<ChunkTask> = VecDeque::with_capacity(self.rounds.shm().window() as usize);
         let mut wait = HostWait::default();
         // The oldest call is the one that waits.
         while let Some(oldest) = tasks.front().map(|task| task.call).or_else(|| source.next().map(|next| next.call)) {
@@ -107,17 +107,17 @@ impl Channel {
 
     /// Packs the next chunk, if there is one and room for it.
     fn begin_chunk(&mut self, source: &mut dyn ChunkSource, tasks: &mut VecDeque<ChunkTask>) -> Result<bool> {
-        if tasks.len() < self.shm.window() as usize
+        if tasks.len() < self.rounds.shm().window() as usize
             && let Some(NextChunk { call, chunk, compares }) = source.next()
-            && let Some(seq) = self.try_begin_round(&source.call(call).wait_ctx)
+            && let Some(open) = self.rounds.try_begin(&source.call(call).wait_ctx)
         {
             let lookahead = source.begin();
             if compares {
-                self.shm.post_lookahead(seq, lookahead.0);
+                open.post_lookahead(&self.rounds, lookahead.0);
             }
-            self.pack(&source.call(call), chunk, seq)?;
-            let (stage, calls, slices) = (Stage::Packed, HostCalls::default(), SmallVec::new());
-            tasks.push_back(ChunkTask { seq, call, chunk, compares, stage, calls, slices });
+            let stage = Stage::Packed(self.pack(&source.call(call), chunk, open)?);
+            let (calls, slices) = (HostCalls::default(), SmallVec::new());
+            tasks.push_back(ChunkTask { call, chunk, compares, stage, calls, slices });
             return Ok(true);
         }
         Ok(false)
@@ -142,28 +142,18 @@ impl Channel {
         wait: &mut HostWait,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
-        let local_size = self.topology.local_size();
-        let awaited = match tasks.front() {
-            None => {
-                // A slot, of the round that `try_begin_round` could not begin.
-                let before = self.slot_freed_by(self.seq.wrapping_add(1));
-                Some((Phase::Unpacked, before, local_size))
-            }
-            Some(task) => match task.stage {
-                Stage::Packed => Some((Phase::Packed, task.seq, local_size)),
-                Stage::Reduced => Some((Phase::Reduced, task.seq, self.topology.num_owners())),
-                Stage::Exchanging | Stage::Complete | Stage::Ended(_) => None,
-            },
+        let awaited: Option<Awaited> = match tasks.front().map(|task| task.stage) {
+            // The chunk that could not begin.
+            None => Some(self.rounds.awaited_slot()),
+            Some(Stage::Packed(packed)) => Some(packed.awaited(&self.rounds)),
+            Some(Stage::Reduced(reduced)) => Some(reduced.awaited(self.topology.num_owners())),
+            Some(Stage::Exchanging(_) | Stage::Complete(_) | Stage::Ended(_)) => None,
         };
+        let shm = self.rounds.shm();
         match awaited {
             // Nothing but this flag can advance a chunk.
-            Some((phase, seq, ranks)) if self.inter_host.is_empty() || tasks.len() < 2 => {
-                self.shm.wait(phase, seq, ranks, wait_ctx)
-            }
-            Some((phase, seq, ranks)) => {
-                let pending = || self.shm.first_pending(phase, seq, ranks);
-                wait.nap(pending, || self.shm.check_wait(phase, seq, ranks, wait_ctx))
-            }
+            Some(awaited) if self.inter_host.is_empty() || tasks.len() < 2 => awaited.wait(shm, wait_ctx),
+            Some(awaited) => wait.nap(|| awaited.first_pending(shm), || awaited.check(shm, wait_ctx)),
             None => {
                 let links = self.inter_host.iter().map(|shard| &*shard.link as &dyn HostLink);
                 wait.nap(|| None, || check_hosts(links, wait_ctx))
@@ -174,55 +164,65 @@ impl Channel {
     /// Advances a chunk as far as it can without waiting; returns whether it has advanced. `previous`: the stage of the
     /// chunk before it, which must be ahead, because flags are raised in order. Only exchanges may overtake.
     fn advance(&mut self, active: &ActiveCall<'_>, task: &mut ChunkTask, previous: u8) -> Result<bool> {
-        let before = task.stage;
+        let before = task.stage.number();
         loop {
             let next = match task.stage {
-                Stage::Exchanging => self.exchange_slices(active, task)?,
+                Stage::Exchanging(all_packed) => self.exchange_slices(active, task, all_packed)?,
                 stage if stage.number() >= previous => None,
-                Stage::Packed => self.start_reduction(active, task)?,
-                Stage::Complete => Some(self.post_reduced(task, &active.wait_ctx)),
-                Stage::Reduced => self.take_results(active, task),
+                Stage::Packed(packed) => self.start_reduction(active, task, packed)?,
+                Stage::Complete(all_packed) => Some(self.post_reduced(task, all_packed, &active.wait_ctx)),
+                Stage::Reduced(reduced) => self.take_results(active, task, reduced),
                 Stage::Ended(_) => None,
             };
             match next {
                 Some(stage) => task.stage = stage,
-                None => return Ok(task.stage != before),
+                None => return Ok(task.stage.number() != before),
             }
         }
     }
 
     /// Once all ranks of the host have packed: starts to exchange this rank's slices.
-    fn start_reduction(&mut self, active: &ActiveCall<'_>, task: &mut ChunkTask) -> Result<Option<Stage>> {
-        let &mut ChunkTask { seq, chunk, compares, .. } = task;
-        let local_size = self.topology.local_size();
-        if !self.shm.all_reached(Phase::Packed, seq, local_size) {
-            return Ok(None);
-        }
-        task.calls.agreed = self.shm.same_signatures(seq);
+    fn start_reduction(
+        &mut self,
+        active: &ActiveCall<'_>,
+        task: &mut ChunkTask,
+        packed: Packed,
+    ) -> Result<Option<Stage>> {
+        let &mut ChunkTask { chunk, compares, .. } = task;
+        let Some(all_packed) = packed.try_all(&self.rounds) else { return Ok(None) };
+        task.calls.agreed = all_packed.same_signatures(&self.rounds);
         if compares {
-            let all = self.shm.lookaheads(seq).map(Lookahead);
+            let all = all_packed.lookaheads(&self.rounds).map(Lookahead);
             task.calls.lookahead = all.reduce(Lookahead::common).unwrap_or_default();
         }
         // The other chunks can be read in place if all ranks offer that.
-        let offers = |rank| self.shm.content(rank, seq) == SlotContent::PeerMemory;
-        let all = (0..local_size).all(offers);
+        let offers = |rank| all_packed.content(&self.rounds, rank) == SlotContent::PeerMemory;
+        let all = (0..self.topology.local_size()).all(offers);
         self.offer = if all { SlotContent::PeerMemory } else { SlotContent::Data };
         for index in 0..self.inter_host.len() {
             let calls = task.calls;
-            let started = self.with_slice(active, seq, chunk, index, |inter_host, slice| {
+            let started = self.with_slice(active, all_packed, chunk, index, |inter_host, slice| {
                 inter_host.start(slice, !compares, calls, &active.wait_ctx)
             })?;
             task.slices.push(Some(started));
         }
-        Ok(Some(if self.topology.owns_shards() { Stage::Exchanging } else { Stage::Reduced }))
+        Ok(Some(match self.topology.owns_shards() {
+            true => Stage::Exchanging(all_packed),
+            false => Stage::Reduced(all_packed.has_no_shard()),
+        }))
     }
 
     /// Continues the exchanges of this rank's slices.
-    fn exchange_slices(&mut self, active: &ActiveCall<'_>, task: &mut ChunkTask) -> Result<Option<Stage>> {
-        let &mut ChunkTask { seq, chunk, .. } = task;
+    fn exchange_slices(
+        &mut self,
+        active: &ActiveCall<'_>,
+        task: &mut ChunkTask,
+        all_packed: AllPacked,
+    ) -> Result<Option<Stage>> {
+        let chunk = task.chunk;
         for (index, in_flight) in task.slices.iter_mut().enumerate() {
             let Some(state) = in_flight else { continue };
-            let done = self.with_slice(active, seq, chunk, index, |inter_host, slice| {
+            let done = self.with_slice(active, all_packed, chunk, index, |inter_host, slice| {
                 inter_host.advance(slice, state, &active.wait_ctx)
             })?;
             if let Some(agreed) = done {
@@ -230,21 +230,21 @@ impl Channel {
                 task.calls.lookahead = task.calls.lookahead.common(state.lookahead());
                 *in_flight = None;
                 if active.plan.zero_copy {
-                    self.with_slice(active, seq, chunk, index, |_, slice| {
+                    self.with_slice(active, all_packed, chunk, index, |_, slice| {
                         // SAFETY: the slice is complete, and this shard owns it in the tensors of all ranks.
                         unsafe { slice.ops.write_results(&slice.part(slice.bytes.clone())) }
                     })?;
                 }
             }
         }
-        Ok(task.slices.iter().all(Option::is_none).then_some(Stage::Complete))
+        Ok(task.slices.iter().all(Option::is_none).then_some(Stage::Complete(all_packed)))
     }
 
     /// Calls `work` with this rank's shard number `index` and its slice of a chunk.
     fn with_slice<T>(
         &mut self,
         active: &ActiveCall<'_>,
-        seq: u32,
+        all_packed: AllPacked,
         chunk: usize,
         index: usize,
         work: impl FnOnce(&mut super::InterHost, &Slice<'_>) -> Result<T>,
@@ -252,40 +252,38 @@ impl Channel {
         let &ActiveCall { call, plan, .. } = active;
         let inter_host = &mut self.inter_host[index];
         let (topology, shard) = (&*self.topology, inter_host.shard);
-        let (bytes, slots) = (shard_range(topology, call, chunk, shard), self.shm.slots(seq));
-        let in_place = self.shm.region().peer_memory().filter(|_| plan.zero_copy).map(ReducingInPlace);
+        let (bytes, slots) = (shard_range(topology, call, chunk, shard), self.rounds.slots(all_packed, 0));
+        let round = all_packed.round().number();
+        let in_place = self.rounds.shm().region().peer_memory().filter(|_| plan.zero_copy).map(ReducingInPlace);
         let (ops, result): (&dyn InterHostOps, _) = match &in_place {
             // The slot holds addresses.
-            Some(in_place) => (in_place, inter_host.result_buffer(seq).wrapping_sub(bytes.start)),
+            Some(in_place) => (in_place, inter_host.result_buffer(round).wrapping_sub(bytes.start)),
             None => (inter_host_ops(call), slots[topology.local_rank()]),
         };
         let shard = ShardView { topology, shard, chunk, slots, result };
         let block_len = plan.chunk_len(call, chunk);
-        work(inter_host, &Slice { ops, call, shard, bytes, block_len, step: seq })
+        work(inter_host, &Slice { ops, call, shard, bytes, block_len, round })
     }
 
     /// Shows the other ranks that this rank's slices are complete.
-    fn post_reduced(&self, task: &ChunkTask, wait_ctx: &WaitContext<'_>) -> Stage {
-        self.shm.agree(task.seq, task.calls.agreed.then(|| task.calls.lookahead.calls()));
-        self.shm.raise(Phase::Reduced, task.seq);
+    fn post_reduced(&self, task: &ChunkTask, all_packed: AllPacked, wait_ctx: &WaitContext<'_>) -> Stage {
+        let agreed = task.calls.agreed.then(|| task.calls.lookahead.calls());
+        let reduced = all_packed.post_agreed(&self.rounds, agreed);
         wait_ctx.log().flag();
-        Stage::Reduced
+        Stage::Reduced(reduced)
     }
 
     /// Once all slices are complete: takes the results, unless the calls differ.
-    fn take_results(&mut self, active: &ActiveCall<'_>, task: &ChunkTask) -> Option<Stage> {
-        let ActiveCall { call, plan, wait_ctx } = active;
-        let &ChunkTask { seq, chunk, .. } = task;
+    fn take_results(&mut self, active: &ActiveCall<'_>, task: &ChunkTask, reduced: Reduced) -> Option<Stage> {
+        let (ActiveCall { call, plan, wait_ctx }, chunk) = (active, task.chunk);
         let owners = self.topology.num_owners();
-        if !self.shm.all_reached(Phase::Reduced, seq, owners) {
-            return None;
-        }
+        let all_reduced = reduced.try_all(&self.rounds, owners)?;
         let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(chunk));
-        let agreed = self.shm.all_agreed(seq, owners);
+        let agreed = all_reduced.agreed(&self.rounds, owners);
         if agreed.is_some() && !plan.zero_copy {
-            self.unpack(call, seq, chunk);
+            self.unpack(call, chunk, all_reduced);
         }
-        self.finish_round(seq);
+        all_reduced.end(&mut self.rounds);
         wait_ctx.log().flag();
         timer.end(Activity::Copy);
         Some(Stage::Ended(agreed))

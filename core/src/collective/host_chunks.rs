@@ -16,7 +16,15 @@ use super::transfer;
 use super::wire::shard_range;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
-use crate::transport::{Phase, WaitContext};
+use crate::transport::WaitContext;
+use crate::transport::rounds::{Packed, Reduced};
+
+/// What has become of a chunk that all ranks have packed.
+enum Outcome {
+    /// Its results must be taken.
+    Reduced(Reduced),
+    Ended(ChunkResult),
+}
 
 impl Channel {
     /// Runs `chunks` of `call` on one host. `matched`: all ranks are known to have the same call; otherwise there is one
@@ -33,21 +41,21 @@ impl Channel {
         loop {
             let mut next = None;
             if let Some(chunk) = chunks.next() {
-                let seq = self.begin_round(wait_ctx)?;
-                self.pack(&ActiveCall { call, plan: self.plan, wait_ctx: *wait_ctx }, chunk, seq)?;
-                next = Some((chunk, seq));
+                let open = self.rounds.begin(wait_ctx)?;
+                let packed = self.pack(&ActiveCall { call, plan: self.plan, wait_ctx: *wait_ctx }, chunk, open)?;
+                next = Some((chunk, packed));
             }
             let mut to_unpack = None;
-            if let Some((chunk, seq)) = packed {
-                match self.reduce_chunk(call, chunk, seq, wait_ctx)? {
-                    None => to_unpack = packed,
-                    Some(ChunkResult::Matched) => {}
-                    Some(_) if matched => return Err(out_of_sync(call, chunk)),
-                    Some(result) => return Ok(result),
+            if let Some((chunk, packed)) = packed {
+                match self.reduce_chunk(call, chunk, packed, wait_ctx)? {
+                    Outcome::Reduced(reduced) => to_unpack = Some((chunk, reduced)),
+                    Outcome::Ended(ChunkResult::Matched) => {}
+                    Outcome::Ended(_) if matched => return Err(out_of_sync(call, chunk)),
+                    Outcome::Ended(result) => return Ok(result),
                 }
             }
-            if let Some((chunk, seq)) = reduced {
-                self.unpack_chunk(call, chunk, seq, wait_ctx)?;
+            if let Some((chunk, reduced)) = reduced {
+                self.unpack_chunk(call, chunk, reduced, wait_ctx)?;
             }
             if next.is_none() && to_unpack.is_none() {
                 return Ok(ChunkResult::Matched);
@@ -56,54 +64,54 @@ impl Channel {
         }
     }
 
-    /// Reduces this rank's slice of a chunk that it has packed. `None`: the results must be taken.
+    /// Reduces this rank's slice of a chunk that it has packed.
     fn reduce_chunk(
         &mut self,
         call: &Call,
         chunk: usize,
-        seq: u32,
+        packed: Packed,
         wait_ctx: &WaitContext<'_>,
-    ) -> Result<Option<ChunkResult>> {
-        let (ranks, log) = (self.topology.local_size(), wait_ctx.log());
-        self.shm.wait(Phase::Packed, seq, ranks, wait_ctx)?;
-        if !self.shm.same_signatures(seq) {
-            self.finish_round(seq);
-            return Ok(Some(ChunkResult::Mismatch));
+    ) -> Result<Outcome> {
+        let log = wait_ctx.log();
+        let all_packed = packed.wait(&self.rounds, wait_ctx)?;
+        if !all_packed.same_signatures(&self.rounds) {
+            all_packed.end(&mut self.rounds);
+            return Ok(Outcome::Ended(ChunkResult::Mismatch));
         }
         if chunk == 0 {
-            self.agree_on_path(seq);
+            self.agree_on_path(all_packed);
         }
-        if self.shm.zero_copy_ranks(seq) > 0 {
-            return self.finish_first_zero_copy(call, seq, wait_ctx).map(Some);
+        if all_packed.zero_copy_ranks(&self.rounds) > 0 {
+            return self.finish_first_zero_copy(call, all_packed, wait_ctx).map(Outcome::Ended);
         }
         self.plan.zero_copy = false;
         let mut timer = PhaseTimer::start(log, call.layout.chunk_len(chunk));
         if transfer::is_direct(call) {
-            self.take(call, chunk, seq);
+            self.take(call, chunk, all_packed);
             // Nobody waits for this flag, but it must not lag so far that it looks newer.
-            self.shm.raise(Phase::Reduced, seq);
-            self.finish_round(seq);
+            all_packed.post_reduced(&self.rounds);
+            all_packed.end(&mut self.rounds);
             log.flag();
             timer.end(Activity::Copy);
-            return Ok(Some(ChunkResult::Matched));
+            return Ok(Outcome::Ended(ChunkResult::Matched));
         }
-        let shard = self.own_shard(call, chunk, seq);
+        let shard = self.own_shard(call, chunk, all_packed);
         let slice = shard_range(&self.topology, call, chunk, shard.shard);
         // SAFETY: all ranks have packed, so this shard owns its slice in all slots.
         unsafe { transfer::reduce_slice(call, &shard, slice) };
         timer.end(Activity::Reduce);
-        self.shm.raise(Phase::Reduced, seq);
+        let reduced = all_packed.post_reduced(&self.rounds);
         log.flag();
-        Ok(None)
+        Ok(Outcome::Reduced(reduced))
     }
 
     /// Takes the results of a chunk, of which this rank has reduced its slice.
-    fn unpack_chunk(&mut self, call: &Call, chunk: usize, seq: u32, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let (ranks, log) = (self.topology.local_size(), wait_ctx.log());
-        self.shm.wait(Phase::Reduced, seq, ranks, wait_ctx)?;
+    fn unpack_chunk(&mut self, call: &Call, chunk: usize, reduced: Reduced, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let log = wait_ctx.log();
+        let all_reduced = reduced.wait(&self.rounds, self.topology.local_size(), wait_ctx)?;
         let mut timer = PhaseTimer::start(log, call.layout.chunk_len(chunk));
-        self.unpack(call, seq, chunk);
-        self.finish_round(seq);
+        self.unpack(call, chunk, all_reduced);
+        all_reduced.end(&mut self.rounds);
         log.flag();
         timer.end(Activity::Copy);
         Ok(())

@@ -9,6 +9,7 @@ use super::call::Call;
 use super::channel::Channel;
 use super::operation::{Pattern, Root};
 use super::path_choice::{CallPath, CallTimer, Kind};
+use crate::transport::rounds::{AllPacked, Open};
 use crate::transport::shm_channel::PathNote;
 
 impl Channel {
@@ -60,43 +61,43 @@ impl Channel {
         });
     }
 
-    /// Before this rank posts round `seq` of a call: if the call has a choice, writes its note.
+    /// Before this rank packs: if the call has a choice, writes its note.
     #[inline(always)]
-    pub(super) fn post_path_note(&mut self, seq: u32) {
+    pub(super) fn post_path_note(&mut self, open: Open) {
         if self.timer.is_some() {
-            self.write_path_note(seq);
+            self.write_path_note(open);
         }
     }
 
     #[cold]
-    fn write_path_note(&mut self, seq: u32) {
+    fn write_path_note(&mut self, open: Open) {
         if let Some(timer) = &self.timer
             && let Some(since) = timer.since
             && !timer.has_matched
         {
             // Only that of the rank that times the call counts.
             let second = self.path_choice.state(timer.kind).next() == CallPath::Second;
-            self.shm.post_path_note(seq, PathNote { second, packing: since.elapsed() });
+            open.post_path_note(&self.rounds, PathNote { second, packing: since.elapsed() });
         }
     }
 
-    /// After all ranks have posted round `seq`, the first one of a matched call: if it has a choice, takes the path of the
-    /// next call from the note of the rank that times.
+    /// In the first round of a matched call: if it has a choice, takes the path of the next call from the note of the rank
+    /// that times.
     #[inline(always)]
-    pub(super) fn agree_on_path(&mut self, seq: u32) {
+    pub(super) fn agree_on_path(&mut self, all_packed: AllPacked) {
         if self.timer.is_some() {
-            self.read_path_notes(seq);
+            self.read_path_notes(all_packed);
         }
     }
 
     #[cold]
-    fn read_path_notes(&mut self, seq: u32) {
+    fn read_path_notes(&mut self, all_packed: AllPacked) {
         if let Some(timer) = &mut self.timer
             && !timer.has_matched
         {
             let mut next = None;
             if timer.since.is_some() {
-                for (rank, note) in self.shm.path_notes(seq).enumerate() {
+                for (rank, note) in all_packed.path_notes(&self.rounds).enumerate() {
                     timer.packing = timer.packing.max(note.packing);
                     if rank == timer.kind.timing_rank {
                         next = Some(if note.second { CallPath::Second } else { CallPath::First });

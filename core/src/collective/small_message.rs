@@ -9,56 +9,57 @@ use super::plan::Plan;
 use super::small_plan::SmallPlan;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
-use crate::transport::{Phase, SlotContent, WaitContext};
+use crate::transport::WaitContext;
+use crate::transport::rounds::{AllPacked, Open, Packed};
 
 /// A small call in progress: this rank has posted its input.
 #[derive(Debug, Clone, Copy)]
 pub struct PostedCall {
-    seq: u32,
-    /// Whether all ranks have posted.
-    all_posted: bool,
+    packed: Packed,
+    /// Once all ranks have posted.
+    all_packed: Option<AllPacked>,
 }
 
 impl Channel {
     /// Runs a small call in one round: every rank posts its input and computes the whole result, in a shard's order of
-    /// addition. That saves two rounds of flags. No rank raises `Unpacked`; `begin_round` does if it is needed.
+    /// addition. That saves two rounds of flags. No rank raises `Unpacked`; the next round does if it is needed.
     pub(super) fn exchange(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<bool> {
-        let seq = self.begin_small_round(wait_ctx)?;
+        let open = self.rounds.begin_small(wait_ctx)?;
         let len = call.layout.chunk_len(0);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
-        self.copy_in(call, 0, 0..0, seq);
+        self.copy_in(call, 0, 0..0, open);
         timer.end(Activity::Copy);
-        let posted = self.post(call, seq, u32::MAX);
+        let posted = self.post(call, open, u32::MAX);
         self.finish_posted(call, posted, wait_ctx)
     }
 
     /// Starts a small call ([`Call::is_small`]) without blocking; spins at most `spins` times for the other ranks.
     /// `None`, without effect, if some rank has not finished the previous call, or if the call takes its second path.
     pub fn try_post(&mut self, call: &Call, plan: &SmallPlan, spins: u32) -> Option<PostedCall> {
-        self.refresh();
+        self.rounds.refresh();
         let kind = self.kind(call, call.layout.total());
         if kind.is_some_and(|kind| self.path(call, kind) == CallPath::Second) {
             return None;
         }
-        let seq = self.try_begin_small_round()?;
+        let open = self.rounds.try_begin_small()?;
         self.start_timer(call, call.layout.total(), kind);
-        // SAFETY: this rank owns its slot of the round; the plan is that of a call like this one.
-        unsafe { plan.pack(call, self.shm.small_slots(seq)) };
-        Some(self.post(call, seq, spins))
+        // SAFETY: the round is open, so this rank owns its slot; the plan is that of a call like this one.
+        unsafe { plan.pack(call, self.rounds.slots(open, 0)) };
+        Some(self.post(call, open, spins))
     }
 
     /// Posts this rank's slot to the other ranks.
     #[inline]
-    fn post(&mut self, call: &Call, seq: u32, spins: u32) -> PostedCall {
-        self.post_path_note(seq);
-        self.shm.post_signature(seq, call.signature, SlotContent::Data);
-        PostedCall { seq, all_posted: self.shm.post_and_spin(seq, spins) }
+    fn post(&mut self, call: &Call, open: Open, spins: u32) -> PostedCall {
+        self.post_path_note(open);
+        let (packed, all_packed) = open.pack_small(&self.rounds, call.signature, spins);
+        PostedCall { packed, all_packed }
     }
 
     /// Spins for the other ranks; returns whether all have posted.
     pub fn spin_posted(&self, posted: &mut PostedCall) -> bool {
-        posted.all_posted = posted.all_posted || self.shm.spin_small(posted.seq, u32::MAX);
-        posted.all_posted
+        posted.all_packed = posted.all_packed.or_else(|| posted.packed.spin(&self.rounds));
+        posted.all_packed.is_some()
     }
 
     /// Completes a posted call once all ranks have posted; false, with nothing written, if the calls differ.
@@ -70,13 +71,14 @@ impl Channel {
         self.plan = Plan { total: call.layout.total(), ..Plan::default() };
         wait_ctx.log().step();
         wait_ctx.log().flag();
-        if !posted.all_posted {
-            self.shm.wait(Phase::Packed, posted.seq, self.topology.local_size(), wait_ctx)?;
-        }
+        let all_packed = match posted.all_packed {
+            Some(all_packed) => all_packed,
+            None => posted.packed.wait(&self.rounds, wait_ctx)?,
+        };
         let mut timer = PhaseTimer::start(wait_ctx.log(), call.layout.chunk_len(0));
-        let agreed = self.end_small_round(posted.seq);
+        let agreed = self.end_small_round(all_packed);
         if agreed {
-            self.take(call, 0, posted.seq);
+            self.take(call, 0, all_packed);
             self.end_timer();
         }
         timer.end(Activity::Reduce);
@@ -85,25 +87,23 @@ impl Channel {
 
     /// As `finish_posted`, but also false, without waiting, if some rank has not posted.
     pub fn try_finish_posted(&mut self, call: &Call, plan: &mut SmallPlan, posted: &PostedCall) -> bool {
-        let agreed = posted.all_posted && self.end_small_round(posted.seq);
-        if agreed {
-            // SAFETY: all ranks have packed; the plan is that of a call like this one, which owns its tensors.
-            unsafe { plan.take(call, self.shm.small_slots(posted.seq)) };
-            self.end_timer();
-        }
-        agreed
+        let Some(all_packed) = posted.all_packed.filter(|&all_packed| self.end_small_round(all_packed)) else {
+            return false;
+        };
+        // SAFETY: all ranks have packed; the plan is that of a call like this one, which owns its tensors.
+        unsafe { plan.take(call, self.rounds.slots(all_packed, 0)) };
+        self.end_timer();
+        true
     }
 
-    /// Ends round `seq` of a small call, which all ranks have posted; returns whether their calls are the same.
+    /// Ends the round of a small call; returns whether the ranks' calls are the same.
     #[inline]
-    fn end_small_round(&mut self, seq: u32) -> bool {
-        // A rank posts a call only after it has finished the previous one.
-        self.freed_seq = seq.wrapping_sub(1);
-        self.unpacked_seq = seq;
-        let agreed = self.shm.same_signatures(seq);
+    fn end_small_round(&mut self, all_packed: AllPacked) -> bool {
+        all_packed.end_small(&mut self.rounds);
+        let agreed = all_packed.same_signatures(&self.rounds);
         if agreed {
-            debug_assert_eq!(self.shm.zero_copy_ranks(seq), 0, "the ranks disagree on the path");
-            self.agree_on_path(seq);
+            debug_assert_eq!(all_packed.zero_copy_ranks(&self.rounds), 0, "the ranks disagree on the path");
+            self.agree_on_path(all_packed);
         } else {
             self.timer = None;
         }

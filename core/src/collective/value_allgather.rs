@@ -15,7 +15,7 @@ use super::channel::Channel;
 use super::inter_host::InterHost;
 use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
-use crate::transport::{HostLink, Message, Phase, WaitContext, finish_exchange};
+use crate::transport::{HostLink, Message, WaitContext, finish_exchange};
 use crate::wire_layout::HEADER;
 
 /// Maximum encoded bytes of a rank's value, enough for hundreds of calls. A shard owner holds the values of all ranks.
@@ -28,7 +28,7 @@ type Values = BTreeMap<Vec<u8>, Runs>;
 
 /// Maximum encoded bytes of a rank's value, the same on every rank. The result may have twice as many.
 pub(super) fn max_value_bytes(channel: &Channel) -> usize {
-    MAX_VALUE_BYTES.min(channel.shm.region().layout().slot / 4)
+    MAX_VALUE_BYTES.min(channel.region().layout().slot / 4)
 }
 
 /// Returns the result of `merge` on every rank. `merge` gets the values of all ranks in rank order and runs on the
@@ -42,24 +42,26 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned + Clone, R: Serial
     wait_ctx: &WaitContext<'_>,
     merge: impl FnOnce(Vec<T>) -> R,
 ) -> Result<R> {
-    let local_size = channel.topology.local_size();
     let local_rank = channel.topology.local_rank();
-    let seq = channel.begin_round(wait_ctx)?;
+    let open = channel.rounds.begin(wait_ctx)?;
     // A rank's value is in the first half of its slot, the result in the second half of the first rank's slot.
-    let half = channel.shm.region().layout().slot / 2;
+    let half = channel.region().layout().slot / 2;
 
     let value = encode(value).unwrap_or_default();
-    channel.shm.reserve(seq, 0..(8 + value.len()).min(half))?;
-    // SAFETY: `begin_round` waited until this rank owns the slot.
-    unsafe { write_bytes(channel.shm.slot(local_rank, seq), half, &value) };
-    channel.shm.raise(Phase::Packed, seq);
-    channel.shm.wait(Phase::Packed, seq, local_size, wait_ctx)?;
+    open.reserve(&channel.rounds, 0..(8 + value.len()).min(half))?;
+    // SAFETY: the round is open, so this rank owns the slot.
+    unsafe { write_bytes(channel.rounds.slots(open, 0)[local_rank], half, &value) };
+    let all_packed = open.pack_values(&channel.rounds).wait(&channel.rounds, wait_ctx)?;
 
-    if channel.topology.local_rank() == 0 {
+    if local_rank == 0 {
         let mut values = Values::new();
         for (local, &rank) in channel.topology.local_ranks().iter().enumerate() {
             // SAFETY: all ranks have packed; they wait until this rank has reduced.
-            add(&mut values, unsafe { read_bytes(channel.shm.slot(local, seq), half) }, vec![(rank, rank + 1)]);
+            add(
+                &mut values,
+                unsafe { read_bytes(channel.rounds.slots(all_packed, 0)[local], half) },
+                vec![(rank, rank + 1)],
+            );
         }
         // The first rank of a host owns shard 0.
         if let Some(InterHost { link, .. }) = channel.inter_host.first_mut() {
@@ -67,17 +69,18 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned + Clone, R: Serial
             values = exchange(values, link.as_mut(), host, hosts, wait_ctx)?;
         }
         let result = encode(&by_rank(&values, channel.topology.size()).map(merge)).unwrap_or_default();
-        channel.shm.reserve(seq, half..half + (8 + result.len()).min(half))?;
+        open.reserve(&channel.rounds, half..half + (8 + result.len()).min(half))?;
         // SAFETY: no other rank accesses the second half of this slot before `Reduced`.
-        unsafe { write_bytes(channel.shm.slot(local_rank, seq).add(half), half, &result) };
+        unsafe { write_bytes(channel.rounds.slots(all_packed, 0)[local_rank].add(half), half, &result) };
     }
-    if channel.topology.owns_shards() {
-        channel.shm.raise(Phase::Reduced, seq);
-    }
-    channel.shm.wait(Phase::Reduced, seq, channel.topology.num_owners(), wait_ctx)?;
+    let reduced = match channel.topology.owns_shards() {
+        true => all_packed.post_reduced(&channel.rounds),
+        false => all_packed.has_no_shard(),
+    };
+    let all_reduced = reduced.wait(&channel.rounds, channel.topology.num_owners(), wait_ctx)?;
     // SAFETY: all have reduced, so the slots are read-only.
-    let result = unsafe { read_bytes(channel.shm.slot(0, seq).add(half), half) };
-    channel.finish_round(seq);
+    let result = unsafe { read_bytes(channel.rounds.slots(all_reduced, 0)[0].add(half), half) };
+    all_reduced.end(&mut channel.rounds);
     decode::<Option<R>>(&result)?.ok_or_else(|| Error::Internal("cannot decode what the ranks exchanged".into()))
 }
 

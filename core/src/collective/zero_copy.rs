@@ -29,7 +29,8 @@ use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
 use crate::transport::peer_memory::PeerMemory;
 use crate::transport::region_control::RegionControl;
-use crate::transport::{Phase, SlotContent, WaitContext, sync};
+use crate::transport::rounds::{AllPacked, Open};
+use crate::transport::{SlotContent, WaitContext, sync};
 use crate::wire_layout::{TensorRange, slice};
 
 /// The root takes part in the work for other ranks in pieces of at least this size; smaller ones cost more than they
@@ -39,7 +40,7 @@ const MIN_ROOT_BYTES: usize = 8 << 10;
 impl Channel {
     /// Peer memory of the ranks of this host.
     fn peer_memory(&self) -> Option<&dyn PeerMemory> {
-        self.shm.region().peer_memory()
+        self.region().peer_memory()
     }
 
     /// What the slot of this rank holds in a zero-copy round: data if other ranks cannot access its tensors.
@@ -76,18 +77,18 @@ impl Channel {
         }
     }
 
-    /// Writes the places of this rank's tensors to its slot of round `seq`.
+    /// Writes the places of this rank's tensors to its slot.
     ///
     /// # Errors
     /// [`Error::Internal`] for a tensor that is not where `content` says.
-    pub(super) fn post_places(&self, call: &Call, content: SlotContent, seq: u32) -> Result<()> {
-        self.shm.reserve(seq, 0..num_words(call) * size_of::<u64>())?;
-        let slot = self.shm.slot(self.topology.local_rank(), seq).cast::<u64>();
+    pub(super) fn post_places(&self, call: &Call, content: SlotContent, open: Open) -> Result<()> {
+        open.reserve(&self.rounds, 0..num_words(call) * size_of::<u64>())?;
+        let slot = self.rounds.slots(open, 0)[self.topology.local_rank()].cast::<u64>();
         sync::check_write(slot.cast(), num_words(call) * size_of::<u64>());
         let memory = self.peer_memory().filter(|_| content == SlotContent::PeerMemory);
         let mut word = 0;
         let mut post = |value: u64| {
-            // SAFETY: `begin_round` waited until this rank owns the slot; `content` has checked that all words fit.
+            // SAFETY: the round is open, so this rank owns the slot; `content` has checked that all words fit.
             unsafe { slot.add(word).write(value) };
             word += 1;
         };
@@ -111,12 +112,12 @@ impl Channel {
     pub(super) fn finish_first_zero_copy(
         &mut self,
         call: &Call,
-        seq: u32,
+        all_packed: AllPacked,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<ChunkResult> {
         let is_complete = call.channels() == 1;
         let chunks = if is_complete { self.plan.all_chunks(call) } else { 1 };
-        if !self.finish_zero_copy(call, seq, 0..chunks, wait_ctx)? {
+        if !self.finish_zero_copy(call, all_packed, 0..chunks, wait_ctx)? {
             return Ok(ChunkResult::NoAccess);
         }
         self.plan.is_complete = is_complete;
@@ -133,36 +134,35 @@ impl Channel {
     ) -> Result<bool> {
         let all = chunks.clone();
         let Some(first) = chunks.next() else { return Ok(true) };
-        let seq = self.begin_round(wait_ctx)?;
-        self.pack(&ActiveCall { call, plan: self.plan, wait_ctx: *wait_ctx }, first, seq)?;
-        self.shm.wait(Phase::Packed, seq, self.topology.local_size(), wait_ctx)?;
-        if !self.shm.same_signatures(seq) {
+        let open = self.rounds.begin(wait_ctx)?;
+        let packed = self.pack(&ActiveCall { call, plan: self.plan, wait_ctx: *wait_ctx }, first, open)?;
+        let all_packed = packed.wait(&self.rounds, wait_ctx)?;
+        if !all_packed.same_signatures(&self.rounds) {
             return Err(out_of_sync(call, first));
         }
-        self.finish_zero_copy(call, seq, all, wait_ctx)
+        self.finish_zero_copy(call, all_packed, all, wait_ctx)
     }
 
-    /// Completes this rank's part of these chunks once all ranks have posted, and waits for the other ranks. Returns
-    /// false on all ranks if the chunks must be copied through slots instead.
+    /// Completes this rank's part of these chunks, and waits for the other ranks. Returns false on all ranks if the chunks must be copied through slots instead.
     fn finish_zero_copy(
         &mut self,
         call: &Call,
-        seq: u32,
+        all_packed: AllPacked,
         chunks: impl Iterator<Item = usize>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<bool> {
         let (log, ranks) = (wait_ctx.log(), self.topology.local_size());
-        let Some(memory) = self.peer_memory().filter(|_| self.shm.zero_copy_ranks(seq) == ranks) else {
-            self.finish_round(seq);
+        let Some(memory) = self.peer_memory().filter(|_| all_packed.zero_copy_ranks(&self.rounds) == ranks) else {
+            all_packed.end(&mut self.rounds);
             return Ok(false);
         };
-        let control = self.shm.region().control();
-        let round = Round {
+        let control = self.region().control();
+        let round = ZeroCopyRound {
             call,
             topology: &self.topology,
             memory,
-            slots: self.shm.slots(seq),
-            contents: (0..ranks).map(|rank| self.shm.content(rank, seq)).collect(),
+            slots: self.rounds.slots(all_packed, 0),
+            contents: (0..ranks).map(|rank| all_packed.content(&self.rounds, rank)).collect(),
             control,
         };
         let mut is_done = true;
@@ -176,18 +176,16 @@ impl Channel {
                 break;
             }
         }
-        self.shm.agree(seq, is_done.then_some(0));
-        self.shm.raise(Phase::Reduced, seq);
+        let reduced = all_packed.post_agreed(&self.rounds, is_done.then_some(0));
         log.flag();
-        self.shm.wait(Phase::Reduced, seq, ranks, wait_ctx)?;
-        // Nobody reads a slot of this round any more.
-        (self.unpacked_seq, self.freed_seq) = (seq, seq);
-        if self.shm.all_agreed(seq, ranks).is_none() {
+        let all_reduced = reduced.wait(&self.rounds, ranks, wait_ctx)?;
+        all_reduced.end_for_all(&mut self.rounds);
+        if all_reduced.agreed(&self.rounds, ranks).is_none() {
             self.is_refused = true;
             return Ok(false);
         }
         // A rank whose call has failed may have changed its tensors before this rank read them.
-        self.shm.region().control().failure().map_or(Ok(true), Err)
+        self.region().control().failure().map_or(Ok(true), Err)
     }
 }
 
@@ -257,7 +255,7 @@ pub(super) unsafe fn addresses(
 }
 
 /// A zero-copy round in which all ranks have posted places.
-struct Round<'a> {
+struct ZeroCopyRound<'a> {
     call: &'a Call,
     topology: &'a Topology,
     memory: &'a dyn PeerMemory,
@@ -267,7 +265,7 @@ struct Round<'a> {
     control: &'a RegionControl,
 }
 
-impl Round<'_> {
+impl ZeroCopyRound<'_> {
     /// Word `index` of the slot of local rank `rank`.
     ///
     /// # Safety
@@ -280,7 +278,7 @@ impl Round<'_> {
     /// The place of byte `skip` of a tensor of local rank `rank`.
     ///
     /// # Safety
-    /// As for [`Round::word`].
+    /// As for [`ZeroCopyRound::word`].
     unsafe fn place(&self, rank: usize, layout_index: usize, side: Side, skip: usize) -> u64 {
         // SAFETY: guaranteed by the caller.
         unsafe { self.word(rank, 2 * layout_index + side as usize) }.wrapping_add(skip as u64)
@@ -289,7 +287,7 @@ impl Round<'_> {
     /// The address in this process of `len` bytes from byte `skip` of a tensor in peer memory.
     ///
     /// # Safety
-    /// As for [`Round::word`].
+    /// As for [`ZeroCopyRound::word`].
     unsafe fn mapped(&self, rank: usize, layout_index: usize, side: Side, skip: usize, len: usize) -> Result<*mut u8> {
         // SAFETY: guaranteed by the caller.
         let place = unsafe { self.place(rank, layout_index, side, skip) };
@@ -371,10 +369,10 @@ impl Round<'_> {
         }
     }
 
-    /// As [`Round::move_block`] for each (sender, receiver) in `pairs`.
+    /// As [`ZeroCopyRound::move_block`] for each (sender, receiver) in `pairs`.
     ///
     /// # Safety
-    /// As for [`Round::move_block`].
+    /// As for [`ZeroCopyRound::move_block`].
     unsafe fn move_all(
         &self,
         mut pairs: impl Iterator<Item = (usize, usize)>,

@@ -40,6 +40,7 @@ pub mod rank_info;
 pub mod ranks;
 pub mod region_control;
 mod region_layout;
+pub mod rounds;
 pub mod shm;
 pub mod shm_channel;
 pub mod shm_region;

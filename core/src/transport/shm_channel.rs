@@ -1,10 +1,10 @@
 //! The channels of a group on one host: per channel and rank, three flags with payloads and a *window* of slots of data,
 //! used in turn.
 //!
-//! A channel works in rounds, numbered equally on all ranks ([`super::step`]). In a round every rank packs its data
-//! into its slot and raises `Packed`. The shard owners reduce their slices and raise `Reduced`. Every rank unpacks the
-//! results and raises `Unpacked`. With a window of w
-//! slots, round s uses slot s mod w. So a rank may pack round s only when all ranks have unpacked round s - w.
+//! A channel works in rounds, numbered equally on all ranks ([`super::step`]); [`super::rounds`] has their states as types.
+//! In a round every rank packs its data into its slot and raises `Packed`. The shard owners reduce their slices and raise
+//! `Reduced`. Every rank unpacks the results and raises `Unpacked`. With a window of w slots, round s uses slot s mod w. So a
+//! rank may pack round s only when all ranks have unpacked round s - w.
 //! Ownership: a rank owns its slot from its own `Unpacked` of round s - w to its `Packed` of round s. From all `Packed`
 //! to all `Reduced`, the owner of shard l owns slice l of all slots. Then all slots are read-only until `Unpacked`.
 //! Thread rule: each channel is used by one thread.
@@ -165,31 +165,24 @@ impl ShmChannel {
         Ok(())
     }
 
-    /// The slots of all ranks in round `step`, by local rank, [`RegionLayout::slot`] bytes each. The module text
-    /// defines who may access them when.
-    pub fn slots(&self, step: u32) -> &[*mut u8] {
-        self.slots_at(step, 0)
-    }
-
     /// The slots of round `step` of a small call, of which two are under way at most: the first two of the window, so that
     /// they stay in the nearest caches.
-    pub fn small_slots(&self, step: u32) -> &[*mut u8] {
-        self.slots(step % SMALL_WINDOW)
+    pub(super) fn small_slots(&self, step: u32) -> &[*mut u8] {
+        self.slots_at(step % SMALL_WINDOW, 0)
     }
 
     /// The addresses of place `place` in the slots of all ranks in round `step`; see [`RegionLayout::places`].
-    pub fn slots_at(&self, step: u32, place: usize) -> &[*mut u8] {
+    pub(super) fn slots_at(&self, step: u32, place: usize) -> &[*mut u8] {
         let ranks = self.region.layout.ranks;
         self.slots.get().map_or(&[], |slots| &slots.0[self.turn(step)][place * ranks..][..ranks])
     }
 
-    /// Makes the memory of these bytes of this rank's slot of round `step`, if they have none. Before this rank raises
-    /// `Packed`: then others may write there, too.
+    /// Makes the memory of these bytes of this rank's slot of round `step`, if they have none.
     ///
     /// # Errors
     /// [`Error::System`] when there is not enough memory, which is a failure of the group.
     #[inline]
-    pub fn reserve(&self, step: u32, bytes: Range<usize>) -> Result<()> {
+    pub(super) fn reserve(&self, step: u32, bytes: Range<usize>) -> Result<()> {
         let part = self.part_bytes();
         let parts = bytes.start / part..bytes.end.div_ceil(part);
         if parts.is_empty() {
@@ -226,11 +219,6 @@ impl ShmChannel {
         self.region.memory.reserve(bytes).inspect_err(|error| self.region.control.set_failure(error))
     }
 
-    /// The slot of local rank `rank` in round `step`.
-    pub fn slot(&self, rank: usize, step: u32) -> *mut u8 {
-        self.slots(step)[rank]
-    }
-
     /// Raises this rank's flag of `phase` to round `step`.
     pub fn raise(&self, phase: Phase, step: u32) {
         self.flag(self.region.me, phase).raise(step);
@@ -238,7 +226,7 @@ impl ShmChannel {
 
     /// In a round of a small call: raises this rank's `Packed`, spins as [`ShmChannel::spin_small`], then wakes sleepers.
     /// Returns whether all ranks have raised the flag.
-    pub fn post_and_spin(&self, step: u32, spins: u32) -> bool {
+    pub(super) fn post_and_spin(&self, step: u32, spins: u32) -> bool {
         let own_flag = self.flag(self.region.me, Phase::Packed);
         own_flag.raise_no_wake(step);
         let all = self.spin_small(step, spins);
@@ -250,7 +238,7 @@ impl ShmChannel {
     /// used up; returns whether they have. The start of a slot comes with the flag of its rank: in two steps it took 0.05 of
     /// 0.6 µs between processors that share no cache.
     #[inline]
-    pub fn spin_small(&self, step: u32, spins: u32) -> bool {
+    pub(super) fn spin_small(&self, step: u32, spins: u32) -> bool {
         let slots = self.small_slots(step);
         let spins = self.spins.get(self.waiter.get()).min(spins);
         let spin = |rank| {
@@ -263,7 +251,7 @@ impl ShmChannel {
     }
 
     /// The value of this rank's flag of `phase`.
-    pub fn own(&self, phase: Phase) -> u32 {
+    pub(super) fn own(&self, phase: Phase) -> u32 {
         self.flag(self.region.me, phase).raised()
     }
 
@@ -292,12 +280,12 @@ impl ShmChannel {
     }
 
     /// Whether the first `ranks` local ranks have reached round `step` in `phase`.
-    pub fn all_reached(&self, phase: Phase, step: u32, ranks: usize) -> bool {
+    pub(super) fn all_reached(&self, phase: Phase, step: u32, ranks: usize) -> bool {
         (0..ranks).all(|rank| self.flag(rank, phase).reached(step))
     }
 
     /// The first of the first `ranks` local ranks that has not reached round `step` in `phase`, as its rank in the group.
-    pub fn first_pending(&self, phase: Phase, step: u32, ranks: usize) -> Option<usize> {
+    pub(super) fn first_pending(&self, phase: Phase, step: u32, ranks: usize) -> Option<usize> {
         (0..ranks).find(|&rank| !self.flag(rank, phase).reached(step)).map(|rank| self.region.peers[rank].rank)
     }
 
@@ -311,32 +299,32 @@ impl ShmChannel {
         self.turns + 1
     }
 
-    /// Writes this rank's note. Call it before raising `Packed`.
-    pub fn post_path_note(&self, step: u32, note: PathNote) {
+    /// Writes this rank's note.
+    pub(super) fn post_path_note(&self, step: u32, note: PathNote) {
         let nanos = u32::try_from(note.packing.as_nanos()).map_or(MAX_NANOS, |nanos| nanos.min(MAX_NANOS));
         let place = self.note(self.region.me, step);
         let content = place.load(Ordering::Relaxed) & CONTENT;
         place.store(nanos << 3 | u32::from(note.second) << 2 | content, Ordering::Relaxed);
     }
 
-    /// The notes of all ranks of the host, by local rank. Call it after all `Packed`.
-    pub fn path_notes(&self, step: u32) -> impl Iterator<Item = PathNote> {
+    /// The notes of all ranks of the host, by local rank.
+    pub(super) fn path_notes(&self, step: u32) -> impl Iterator<Item = PathNote> {
         (0..self.region.layout.ranks).map(move |rank| {
             let note = self.note(rank, step).load(Ordering::Relaxed);
             PathNote { second: note & 1 << 2 != 0, packing: Duration::from_nanos((note >> 3).into()) }
         })
     }
 
-    /// Writes the call's signature and what the slot holds. Call it before raising `Packed`.
-    pub fn post_signature(&self, step: u32, signature: u64, content: SlotContent) {
+    /// Writes the call's signature and what the slot holds.
+    pub(super) fn post_signature(&self, step: u32, signature: u64, content: SlotContent) {
         let me = self.region.me;
         self.signature(me, step).store(signature, Ordering::Relaxed);
         let place = self.note(me, step);
         place.store(place.load(Ordering::Relaxed) & !CONTENT | content as u32, Ordering::Relaxed);
     }
 
-    /// What the slot of a rank holds. Call it after all `Packed`.
-    pub fn content(&self, rank: usize, step: u32) -> SlotContent {
+    /// What the slot of a rank holds.
+    pub(super) fn content(&self, rank: usize, step: u32) -> SlotContent {
         match self.note(rank, step).load(Ordering::Relaxed) & CONTENT {
             0 => SlotContent::Data,
             1 => SlotContent::PeerMemory,
@@ -344,38 +332,32 @@ impl ShmChannel {
         }
     }
 
-    /// The number of ranks whose slots hold addresses. Call it after all `Packed`.
-    pub fn zero_copy_ranks(&self, step: u32) -> usize {
-        (0..self.region.layout.ranks).filter(|&rank| self.content(rank, step) != SlotContent::Data).count()
-    }
-
-    /// Whether all ranks of the host posted the same signature. Call it after all `Packed`.
-    pub fn same_signatures(&self, step: u32) -> bool {
+    /// Whether all ranks of the host posted the same signature.
+    pub(super) fn same_signatures(&self, step: u32) -> bool {
         let signature = |rank| self.signature(rank, step).load(Ordering::Relaxed);
         (1..self.region.layout.ranks).all(|rank| signature(rank) == signature(0))
     }
 
-    /// Posts what this shard owner found: if all signatures are equal, how many of the next calls are, too. Call it before
-    /// raising `Reduced`.
-    pub fn agree(&self, step: u32, agreed: Option<usize>) {
+    /// Posts what this shard owner found: if all signatures are equal, how many of the next calls are, too.
+    pub(super) fn agree(&self, step: u32, agreed: Option<usize>) {
         let number = |ahead| u32::try_from(ahead).unwrap_or(0) + 1;
         self.agreed(self.region.me, step).store(agreed.map_or(0, number), Ordering::Relaxed);
     }
 
-    /// What the owners of the first `shards` shards all posted. Call it after their `Reduced`.
-    pub fn all_agreed(&self, step: u32, shards: usize) -> Option<usize> {
+    /// What the owners of the first `shards` shards all posted.
+    pub(super) fn all_agreed(&self, step: u32, shards: usize) -> Option<usize> {
         let agreed = (0..shards).map(|rank| self.agreed(rank, step).load(Ordering::Relaxed));
         agreed.min().unwrap_or(1).checked_sub(1).map(|ahead| ahead as usize)
     }
 
-    /// Posts what this rank has behind the call that starts. Call it before raising `Packed`.
-    pub fn post_lookahead(&self, step: u32, words: [u64; LOOKAHEAD_WORDS]) {
+    /// Posts what this rank has behind the call that starts.
+    pub(super) fn post_lookahead(&self, step: u32, words: [u64; LOOKAHEAD_WORDS]) {
         let places = self.region.control.lookahead(self.channel, self.region.me, self.turn(step));
         places.iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
     }
 
-    /// The words that all ranks of the host posted. Call it after all `Packed`.
-    pub fn lookaheads(&self, step: u32) -> impl Iterator<Item = [u64; LOOKAHEAD_WORDS]> {
+    /// The words that all ranks of the host posted.
+    pub(super) fn lookaheads(&self, step: u32) -> impl Iterator<Item = [u64; LOOKAHEAD_WORDS]> {
         (0..self.region.layout.ranks).map(move |rank| {
             let places = self.region.control.lookahead(self.channel, rank, self.turn(step));
             array::from_fn(|word| places[word].load(Ordering::Relaxed))
@@ -415,7 +397,7 @@ impl ShmChannel {
     ///
     /// # Errors
     /// As for [`ShmChannel::wait`].
-    pub fn check_wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    pub(super) fn check_wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         // Another rank may wait for this memory.
         self.region.memory.collect();
         let is_pending = |rank: usize| !self.flag(rank, phase).reached(step);

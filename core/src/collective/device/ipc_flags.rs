@@ -176,7 +176,7 @@ impl LocalIpc {
     /// Allocates `bytes` of device memory, and flags that the peers can access.
     pub fn new(channel: &Channel, context: &Arc<Context>, bytes: usize) -> Result<LocalIpc> {
         let unavailable = || Error::System("the ranks of the host share no memory".into());
-        let shared = channel.shm.region().shared_peer_memory().ok_or_else(unavailable)?;
+        let shared = channel.region().shared_peer_memory().ok_or_else(unavailable)?;
         let (bounce, export) = exported(context, bytes)?;
         let start = shared.alloc_zeroed(PAGES)?.addr();
         let page_offset = shared.offset_of(start..start + PAGES).ok_or_else(unavailable)?;

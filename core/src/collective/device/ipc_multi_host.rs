@@ -91,12 +91,8 @@ impl MultiHostIpc {
         let chunks = call.layout.chunks();
         let prefetch = PREFETCH_CHUNKS.min(chunks);
         let topology = Arc::clone(&channel.topology);
-        let call = DeviceCall {
-            call,
-            topology: &topology,
-            root: root(call, &topology),
-            first_step: channel.seq.wrapping_add(1),
-        };
+        let call =
+            DeviceCall { call, topology: &topology, root: root(call, &topology), first_round: channel.rounds.next() };
         for round in 0..chunks + prefetch {
             let (incoming, outgoing) = (Some(round).filter(|&round| round < chunks), round.checked_sub(prefetch));
             if let Some(chunk) = outgoing {
@@ -276,8 +272,8 @@ impl ShardOwner {
         let summed = HostSums { sums: Handle(sums), slice: bytes.clone() };
         let ops: &dyn InterHostOps = if call.call.op.is_broadcast() { inter_host_ops(call.call) } else { &summed };
         // The same on all hosts, and different for each chunk in flight.
-        let step = call.first_step.wrapping_add(chunk as u32);
-        work(&Slice { ops, call: call.call, shard, bytes, block_len: 0, step })
+        let round = call.first_round.wrapping_add(chunk as u32);
+        work(&Slice { ops, call: call.call, shard, bytes, block_len: 0, round })
     }
 }
 
@@ -287,7 +283,7 @@ struct DeviceCall<'a> {
     topology: &'a Topology,
     /// The broadcast's root as a local rank, if it is on this host.
     root: Option<usize>,
-    first_step: u32,
+    first_round: u32,
 }
 
 impl DeviceCall<'_> {

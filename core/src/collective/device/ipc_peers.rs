@@ -63,7 +63,7 @@ impl IpcPeers {
             Ok((own, _)) => [own.page_offset].into_iter().chain(export_words(&own.export)).collect(),
             Err(_) => Vec::new(),
         };
-        let (region, me) = (Arc::clone(channel.shm.region()), channel.topology.local_rank());
+        let (region, me) = (Arc::clone(channel.region()), channel.topology.local_rank());
         let opened = allgather_u64(channel, &local, wait_ctx, |words_by_rank| {
             let open = |own: LocalIpc| IpcPeers::open(context, sync, region.peers(), me, own, words_by_rank);
             Ok(own.and_then(|(own, more)| Ok((open(own)?, more))))

@@ -2,11 +2,11 @@
 
 use crate::collective::channel::Channel;
 use crate::error::Result;
-use crate::transport::{Phase, WaitContext};
+use crate::transport::WaitContext;
 
 /// Maximum number of words of a rank.
 pub(super) fn max_words(channel: &Channel) -> usize {
-    channel.shm.region().layout().slot / size_of::<u64>() - 1
+    channel.region().layout().slot / size_of::<u64>() - 1
 }
 
 /// Shares `local`, at most [`max_words`] words, with the other ranks of the host, and calls `apply` with the words of
@@ -19,18 +19,16 @@ pub(super) fn allgather_u64<T>(
 ) -> Result<T> {
     debug_assert!(local.len() <= max_words(channel));
     let max_words = max_words(channel);
-    let seq = channel.begin_round(wait_ctx)?;
-    let (local_rank, local_size) = (channel.topology.local_rank(), channel.topology.local_size());
-    channel.shm.reserve(seq, 0..(local.len() + 1) * size_of::<u64>())?;
-    let slot = channel.shm.slot(local_rank, seq).cast::<u64>();
-    // SAFETY: `begin_round` waited until this rank owns the slot, which has room and is aligned to cache lines.
+    let open = channel.rounds.begin(wait_ctx)?;
+    open.reserve(&channel.rounds, 0..(local.len() + 1) * size_of::<u64>())?;
+    let slot = channel.rounds.slots(open, 0)[channel.topology.local_rank()].cast::<u64>();
+    // SAFETY: the round is open, so this rank owns the slot, which has room and is aligned to cache lines.
     unsafe {
         slot.write(local.len() as u64);
         slot.add(1).copy_from_nonoverlapping(local.as_ptr(), local.len());
     }
-    channel.shm.raise(Phase::Packed, seq);
-    channel.shm.wait(Phase::Packed, seq, local_size, wait_ctx)?;
-    let words: Vec<&[u64]> = (channel.shm.slots(seq).iter())
+    let all_packed = open.pack_values(&channel.rounds).wait(&channel.rounds, wait_ctx)?;
+    let words: Vec<&[u64]> = (channel.rounds.slots(all_packed, 0).iter())
         .map(|slot| {
             let slot = slot.cast::<u64>().cast_const();
             // SAFETY: all ranks have packed, and nobody writes before all have unpacked; the length is checked.
@@ -38,6 +36,6 @@ pub(super) fn allgather_u64<T>(
         })
         .collect();
     let result = apply(&words);
-    channel.finish_round(seq);
+    all_packed.end(&mut channel.rounds);
     result
 }

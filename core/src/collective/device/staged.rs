@@ -61,7 +61,7 @@ impl PinnedBuffer {
     /// `None` if there is no shared memory or it cannot be pinned, as in files outside tmpfs. The collective then
     /// copies.
     fn shared(channel: &Channel, context: &Arc<Context>, len: usize) -> Option<PinnedBuffer> {
-        let arena = channel.shm.region().shared_peer_memory()?;
+        let arena = channel.region().shared_peer_memory()?;
         // Whole pages: smaller allocations would share one.
         let len = len.max(4096);
         let memory = arena.alloc_zeroed(len).ok()?;

@@ -69,7 +69,7 @@ pub(in crate::collective) struct Slice<'a> {
     /// Bytes of a chunk of the longest block, in an exchange of blocks.
     pub block_len: usize,
     /// The number of the round.
-    pub step: u32,
+    pub round: u32,
 }
 
 impl Slice<'_> {
@@ -166,7 +166,7 @@ impl InterHost {
 
     fn exchange<'a>(&'a mut self, slice: &'a Slice<'a>, wait_ctx: &'a WaitContext<'a>) -> SliceExchange<'a> {
         let exchange_index = exchange_index(slice);
-        let turn = (slice.step as usize + self.shard) % self.trees.len();
+        let turn = (slice.round as usize + self.shard) % self.trees.len();
         SliceExchange {
             slice,
             exchange_index,
@@ -182,7 +182,7 @@ impl InterHost {
 
 /// The exchange of the link that a slice uses.
 fn exchange_index(slice: &Slice<'_>) -> usize {
-    slice.step as usize % MAX_EXCHANGES
+    slice.round as usize % MAX_EXCHANGES
 }
 
 /// A slice with its messages; the algorithms are its methods.
@@ -248,14 +248,14 @@ impl SliceExchange<'_> {
     }
 
     pub fn header(&self, kind: u32, agreed: bool, has_data: bool) -> Header {
-        let (signature, step) = (self.slice.call.signature, self.slice.step);
+        let (signature, step) = (self.slice.call.signature, self.slice.round);
         Header { signature, step, message_kind: kind, agreed, has_data, lookahead: Lookahead::default() }
     }
 
     /// Reads the header of the message at `at` in the receive buffer.
     pub fn read_header(&mut self, at: usize, kind: u32) -> Result<Header> {
         let message = &self.link.buffers(self.exchange_index).recv[at..];
-        Header::read(message, self.slice.step, kind, self.slice.call)
+        Header::read(message, self.slice.round, kind, self.slice.call)
     }
 
     /// The data of the message at `at` in the receive buffer.
