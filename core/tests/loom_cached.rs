@@ -50,14 +50,14 @@ fn cached(model: Model) {
                     with_wait_context(&region, |wait_ctx| match posted {
                         None => assert!(channel.run_first_chunk(&call, wait_ctx).unwrap()),
                         Some(posted) => {
-                            if !channel.try_finish_posted(&call, plan.as_mut().unwrap(), &posted) {
-                                assert!(channel.finish_posted(&call, posted, wait_ctx).unwrap());
+                            let plan = plan.as_mut().unwrap();
+                            if !channel.try_finish_posted(&call, plan, &posted) {
+                                assert!(channel.finish_posted(&call, plan, posted, wait_ctx).unwrap());
                             }
                         }
                     });
                     if plan.is_none() {
-                        plan = channel.small_plan(&call);
-                        assert!(plan.is_some());
+                        plan = Some(channel.take_small_plan(&call).unwrap());
                     }
                     if op == Op::MEAN {
                         let mean = (0..ranks).map(value).sum::<f32>() / ranks as f32;

@@ -16,6 +16,7 @@ use super::operation::Pattern;
 use super::path_choice::{CallPath, CallTimer, PathChoice};
 use super::plan::Plan;
 use super::shard::ShardView;
+use super::small_plan::SmallPlan;
 use super::transfer;
 use super::wire::shard_range;
 use crate::error::{Error, Result};
@@ -40,6 +41,8 @@ pub struct Channel {
     pub(super) offer: SlotContent,
     /// How the last call runs.
     pub(super) plan: Plan,
+    /// That by which the last call has run, if it was a small one.
+    pub(super) small_plan: Option<SmallPlan>,
     /// Whether the system has refused to copy between private memories, on some rank; the same on all ranks.
     pub(super) is_refused: bool,
     /// Whether calls may copy directly.
@@ -73,6 +76,7 @@ impl Channel {
             inter_host: Vec::new(),
             offer: SlotContent::Data,
             plan: Plan::default(),
+            small_plan: None,
             is_refused: false,
             direct_copies,
             path_choice: PathChoice::default(),
@@ -129,7 +133,7 @@ impl Channel {
     pub(super) fn run_first_chunk_of(&mut self, call: &Call, total: usize, wait_ctx: &WaitContext<'_>) -> Result<bool> {
         let kind = self.kind(call, total);
         let path = kind.map_or(CallPath::First, |kind| self.path(call, kind));
-        self.plan = Plan { total, path, ..Plan::default() };
+        (self.plan, self.small_plan) = (Plan { total, path, ..Plan::default() }, None);
         self.rounds.refresh();
         self.start_timer(call, total, kind);
         if call.is_small() {
@@ -137,7 +141,7 @@ impl Channel {
             self.reserve(call, 0, 0, |bytes| self.rounds.shm().reserve_small(&bytes))?;
         }
         if call.is_small() && path == CallPath::First {
-            return self.exchange(call, wait_ctx);
+            return self.run_small(call, wait_ctx);
         }
         let mut result;
         if self.topology.hosts() > 1 {

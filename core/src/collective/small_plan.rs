@@ -1,16 +1,19 @@
 //! What a small call copies and reduces, found once for all calls like it.
 //!
-//! Thread rule: that of [`Channel`].
+//! Thread rule: used by one thread at a time.
+
+use std::ptr;
 
 use smallvec::SmallVec;
 
 use super::call::Call;
-use super::channel::Channel;
 use super::parts::{Part, ReducedPart, for_moved, for_packed, for_reduced};
 use super::transfer::{pack, reduce, store};
+use crate::error::{Error, Result};
 use crate::reduce::BoundReduction;
+use crate::topology::Topology;
 
-/// The parts of a small call on one host ([`Call::is_small`]), by [`Channel::small_plan`].
+/// What a small call on one host ([`Call::is_small`]) copies and reduces.
 pub struct SmallPlan {
     packed: SmallVec<[Part; 2]>,
     moved: SmallVec<[Part; 2]>,
@@ -23,10 +26,12 @@ pub struct SmallPlan {
 // SAFETY: the addresses in `sources` are used only while `take` fills the list and reads it.
 unsafe impl Send for SmallPlan {}
 
-impl Channel {
-    /// The plan of a small call on this host; `None` if its reduction does not exist.
-    pub fn small_plan(&self, call: &Call) -> Option<SmallPlan> {
-        let topology = &*self.topology;
+impl SmallPlan {
+    /// The plan of `call`, a small one.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] without a kernel, which validated calls have.
+    pub(super) fn new(call: &Call, topology: &Topology) -> Result<SmallPlan> {
         let (mut packed, mut moved, mut reduced) = (SmallVec::new(), SmallVec::new(), SmallVec::new());
         for_packed(call, topology, 0, |part| packed.push(part));
         let mut all_exist = true;
@@ -40,12 +45,13 @@ impl Channel {
         } else {
             for_moved(call, topology, 0, |part| moved.push(part));
         }
-        let (local_rank, sources) = (topology.local_rank(), vec![std::ptr::null(); topology.local_size()].into());
-        all_exist.then_some(SmallPlan { packed, moved, reduced, local_rank, sources })
+        if !all_exist {
+            return Err(Error::Internal(format!("no kernel for {}", call.full_name())));
+        }
+        let (local_rank, sources) = (topology.local_rank(), vec![ptr::null(); topology.local_size()].into());
+        Ok(SmallPlan { packed, moved, reduced, local_rank, sources })
     }
-}
 
-impl SmallPlan {
     /// Copies the inputs of `call` to the slots.
     ///
     /// # Safety

@@ -16,8 +16,8 @@ use super::thread::GroupThread;
 use super::unfinished::UnfinishedCalls;
 use super::work::{Role, Work};
 use super::worker::Worker;
+use crate::collective::Call;
 use crate::collective::device::wait_event;
-use crate::collective::{Call, PostedCall};
 use crate::error::{Error, Result};
 use crate::transport::spin::Waiter;
 
@@ -136,17 +136,14 @@ impl LeadState {
         }
         let call = cached_calls.call(index).clone();
         let work = Arc::new(shared.work(call, Role::Own, Some(submission), thread, timeout, done));
-        match self.finish_posted(&work, posted) {
+        work.record.start(true);
+        let agreed =
+            worker.run_checked(&work, |channel, _, wait_ctx| cached_calls.wait(channel, index, posted, wait_ctx));
+        match agreed {
             Ok(true) => Ok(self.run_matched(&work)),
             Ok(false) => Err(work),
             Err(error) => Ok(Ended::Call(work, Err(error))),
         }
-    }
-
-    /// Waits for the other ranks, and completes a small call that this rank has posted; false if the ranks' calls differ.
-    fn finish_posted(&mut self, work: &Arc<Work>, posted: PostedCall) -> Result<bool> {
-        work.record.start(true);
-        self.worker.run_checked(work, |channel, work, wait_ctx| channel.finish_posted(&work.call, posted, wait_ctx))
     }
 
     /// Waits until the calls before `work` allow it to start; returns it, or what replaces it.
@@ -206,7 +203,8 @@ impl LeadState {
     fn cache_call(&mut self, work: &Work) {
         let LeadState { worker, cached_calls, .. } = self;
         if work.call.is_repeatable() && work.call.is_small() {
-            cached_calls.keep(&worker.channel, &work.call, || worker.shared.recorder.small_call_stats(&work.record));
+            cached_calls
+                .keep(&mut worker.channel, &work.call, || worker.shared.recorder.small_call_stats(&work.record));
         }
     }
 

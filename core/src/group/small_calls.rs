@@ -13,7 +13,9 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use super::call_summary::{SAMPLE_EVERY, SmallCallStats};
 use crate::buffer::View;
 use crate::collective::{Call, Channel, Op, PostedCall, SmallPlan};
+use crate::error::Result;
 use crate::hashed_map::HashedMap;
+use crate::transport::WaitContext;
 
 /// Maximum number of cached calls.
 const MAX_CACHED: usize = 256;
@@ -150,11 +152,12 @@ pub(super) enum SmallCall<'a> {
 
 impl CachedCalls {
     /// Caches `call`, which has completed.
-    pub fn keep(&mut self, channel: &Channel, call: &Call, stats: impl FnOnce() -> Arc<SmallCallStats>) {
+    pub fn keep(&mut self, channel: &mut Channel, call: &Call, stats: impl FnOnce() -> Arc<SmallCallStats>) {
         if self.calls.iter().any(|cached| cached.call.signature == call.signature) {
             return;
         }
-        let Some(plan) = channel.small_plan(call) else { return };
+        // Without one it has not completed.
+        let Ok(plan) = channel.take_small_plan(call) else { return };
         let (words, next) = (LastWords::default(), self.last);
         let cached = CachedCall { call: call.clone(), words, plan, stats: stats(), next, used: true };
         if self.calls.len() < MAX_CACHED {
@@ -203,6 +206,18 @@ impl CachedCalls {
         let CachedCall { call, plan, stats, .. } = &mut self.calls[index];
         let has_ended = channel.spin_posted(posted) && channel.try_finish_posted(call, plan, posted);
         has_ended.then_some(stats)
+    }
+
+    /// As [`CachedCalls::finish`], but waits for the other ranks, and the calls may differ.
+    pub fn wait(
+        &mut self,
+        channel: &mut Channel,
+        index: usize,
+        posted: PostedCall,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<bool> {
+        let CachedCall { call, plan, .. } = &mut self.calls[index];
+        channel.finish_posted(call, plan, posted, wait_ctx)
     }
 
     /// The cached call `index`.
