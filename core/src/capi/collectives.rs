@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use super::arguments::{reference, sized, store};
 use super::call::{CCall, CallReader};
-use super::functions::{free, status};
 use super::groups::CGroup;
+use super::status::{free, status};
 use crate::error::{Error, Result};
 use crate::group::{CallHandle, OnComplete};
 use crate::p2p::Transfer;

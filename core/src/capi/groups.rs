@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::arguments::{array, number, reference, sized, store, text};
-use super::functions::{free, status};
+use super::status::{free, status};
 use crate::error::{Error, Result};
 use crate::group::{Group, Timeout};
 use crate::runtime::collectives;

@@ -6,8 +6,8 @@ use std::ptr;
 
 use super::arguments::{CBuffer, Given, reference, sized, store, tensors, to_timeout};
 use super::collectives::{CWork, Callback};
-use super::functions::{free, status};
 use super::groups::CGroup;
+use super::status::{free, status};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::group::OnComplete;

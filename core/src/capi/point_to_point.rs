@@ -6,8 +6,8 @@ use std::ptr;
 
 use super::arguments::{CBuffer, Given, array, number, reference, sized, store, text, to_timeout};
 use super::collectives::{CWork, Callback};
-use super::functions::status;
 use super::groups::CGroup;
+use super::status::status;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
