@@ -50,7 +50,7 @@ pub struct CallTimings {
     team: i32,
     number: u64,
     nanos: [AtomicU64; 4],
-    steps: AtomicU64,
+    rounds: AtomicU64,
     flags: AtomicU64,
     messages: AtomicU64,
     sent: AtomicU64,
@@ -119,8 +119,8 @@ impl CallTimings {
     }
 
     /// Counts a round through shared memory.
-    pub fn step(&self) {
-        self.steps.fetch_add(1, Ordering::Relaxed);
+    pub fn round(&self) {
+        self.rounds.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts a raised flag.
@@ -146,7 +146,7 @@ impl CallTimings {
 
     /// Counts: shared memory rounds, raised flags, messages, bytes of the messages.
     pub fn counts(&self) -> [u64; 4] {
-        [&self.steps, &self.flags, &self.messages, &self.sent].map(|count| count.load(Ordering::Relaxed))
+        [&self.rounds, &self.flags, &self.messages, &self.sent].map(|count| count.load(Ordering::Relaxed))
     }
 }
 

@@ -13,9 +13,9 @@ use dl_comm_core::collective::{Call, Channel, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::topology::Topology;
+use dl_comm_core::transport::counter::START;
 use dl_comm_core::transport::flag::Flag;
 use dl_comm_core::transport::in_process::Access;
-use dl_comm_core::transport::step::START;
 use dl_comm_core::transport::{Phase, ShmChannel, ShmRegion};
 use loom_support::{FLOATS, SLOT, call, config, explore, spawn, with_wait_context};
 

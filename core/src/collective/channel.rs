@@ -292,7 +292,7 @@ impl Channel {
         self.post_path_note(open);
         let packed = open.pack(&self.rounds, call.signature, content);
         timer.end(Activity::Copy);
-        wait_ctx.log().step();
+        wait_ctx.log().round();
         wait_ctx.log().flag();
         Ok(packed)
     }

@@ -86,7 +86,7 @@ impl Channel {
     ) -> Result<bool> {
         // That of an earlier call remains if this one was posted without blocking.
         self.plan = Plan { total: call.layout.total(), ..Plan::default() };
-        wait_ctx.log().step();
+        wait_ctx.log().round();
         wait_ctx.log().flag();
         let all_packed = match posted.all_packed {
             Some(all_packed) => all_packed,

@@ -81,7 +81,7 @@ impl Group {
             stall_check_after: (settings.match_timeout / EARLY_DIVISOR).max(10 * MAX_BACKOFF),
             is_reconciling: AtomicBool::new(false),
             joins_stalled: AtomicBool::new(false),
-            joined_seq: AtomicU64::new(0),
+            joined_round: AtomicU64::new(0),
             matched: AtomicU64::new(0),
             timeout: AtomicU64::new(0),
             default_timeout: AtomicBool::new(true),

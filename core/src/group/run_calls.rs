@@ -171,7 +171,7 @@ impl LeadState {
     /// Takes part without a call in the round in which other ranks are stalled, and in the reconciliation that follows.
     fn join_stalled(&mut self) -> Option<Ended> {
         let shared = Arc::clone(&self.worker.shared);
-        shared.stalled_seq()?;
+        shared.stalled_round()?;
         // Before the other ranks see this one, so that later changes in other groups are noticed.
         shared.joins_stalled.store(true, Ordering::Release);
         let other_groups = OtherGroups::new(&shared);

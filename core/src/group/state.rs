@@ -54,7 +54,7 @@ pub(super) struct GroupState {
     /// Whether the group's thread takes part in a round without a call, and in the reconciliation after it.
     pub joins_stalled: AtomicBool,
     /// The last stalled round that the group's thread was asked to join, plus 1; 0 for none.
-    pub joined_seq: AtomicU64,
+    pub joined_round: AtomicU64,
     /// The number of matched calls.
     pub matched: AtomicU64,
     /// The deadline of calls in nanoseconds; 0 for none.
@@ -148,7 +148,7 @@ impl GroupState {
     /// If `oldest` has waited long: looks for deadlocks across groups.
     pub fn check_deadlock(&self, oldest: &Record) {
         if oldest.submitted.elapsed() > self.stall_check_after {
-            self.region.control().stall(self.region.waiting_step());
+            self.region.control().stall(self.region.waiting_round());
             self.process_groups.check_deadlock(self);
         }
     }
@@ -193,8 +193,8 @@ impl GroupState {
     }
 
     /// The round of channel 0 in which another rank is stalled, if it is the next round of this rank.
-    pub fn stalled_seq(&self) -> Option<u32> {
-        self.region.control().stalled().filter(|&step| step == self.region.step().wrapping_add(1))
+    pub fn stalled_round(&self) -> Option<u32> {
+        self.region.control().stalled().filter(|&round| round == self.region.round().wrapping_add(1))
     }
 
     /// Counts a matched call and returns its index, from 1. Only for who leads.
@@ -246,8 +246,8 @@ impl GroupState {
 
 impl WaitingGroup for GroupState {
     fn join_stalled(&self) {
-        let Some(step) = self.stalled_seq().map(|step| u64::from(step) + 1) else { return };
-        if self.joined_seq.swap(step, Ordering::AcqRel) != step {
+        let Some(round) = self.stalled_round().map(|round| u64::from(round) + 1) else { return };
+        if self.joined_round.swap(round, Ordering::AcqRel) != round {
             // A group that is closing joins no more rounds.
             let _refused = self.send(QueueItem::JoinStalled);
         }

@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
 
+use super::counter::reached;
 use super::detector_links::HostConnection;
 use super::process::Process;
 use super::region_control::RegionControl;
-use super::step::reached;
 use crate::error::Error;
 
 /// Interval at which the thread checks the groups of its host for failures.
@@ -59,9 +59,9 @@ enum Message {
     /// A group has failed.
     Failed { group: u64, code: i32, text: String },
     /// A rank of a group has left it, with its last sequence number.
-    Departed { group: u64, rank: usize, step: u32 },
-    /// A rank waits long in round `step` of a group.
-    Stalled { group: u64, step: u32 },
+    Departed { group: u64, rank: usize, round: u32 },
+    /// A rank waits long in round `round` of a group.
+    Stalled { group: u64, round: u32 },
     /// The host has ended as planned.
     Shutdown,
 }
@@ -69,7 +69,7 @@ enum Message {
 /// A message about a group of this host.
 enum GroupEvent {
     Failed(Error),
-    Departed { rank: usize, step: u32 },
+    Departed { rank: usize, round: u32 },
 }
 
 /// The state of the thread.
@@ -162,7 +162,7 @@ impl DetectorThread {
             for event in received.get(&group).iter().flat_map(|(events, _)| events) {
                 match event {
                     GroupEvent::Failed(error) => control.set_failure(error),
-                    GroupEvent::Departed { rank, step } => control.depart(*rank, *step),
+                    GroupEvent::Departed { rank, round } => control.depart(*rank, *round),
                 }
             }
             for (ranks, error) in lost.iter() {
@@ -170,16 +170,16 @@ impl DetectorThread {
                     control.set_failure(error);
                 }
             }
-            let known = stalled.get(&group).map(|(step, _)| *step);
+            let known = stalled.get(&group).map(|(round, _)| *round);
             match (control.stalled(), known) {
-                (Some(step), known) if known.is_none_or(|known| known != step && reached(step, known)) => {
-                    messages.push(Message::Stalled { group, step });
+                (Some(round), known) if known.is_none_or(|known| known != round && reached(round, known)) => {
+                    messages.push(Message::Stalled { group, round });
                 }
                 (own, Some(known)) if own != Some(known) => control.stall(known),
                 _ => {}
             }
             let departed = control.departed_ranks().into_iter();
-            messages.extend(departed.map(|(rank, step)| Message::Departed { group, rank, step }));
+            messages.extend(departed.map(|(rank, round)| Message::Departed { group, rank, round }));
             let failed = |error: Error| Message::Failed { group, code: error.code(), text: error.detail().to_owned() };
             messages.extend(control.failure().map(failed));
             control.all_departed()
@@ -197,12 +197,12 @@ impl DetectorThread {
 
     /// Sends a message to the other hosts, once. Returns whether it was new.
     fn forward(&mut self, message: Message) -> bool {
-        if let Message::Stalled { group, step } = message {
-            let known = self.stalled.get(&group).map(|(step, _)| *step);
-            if known.is_some_and(|known| reached(known, step)) {
+        if let Message::Stalled { group, round } = message {
+            let known = self.stalled.get(&group).map(|(round, _)| *round);
+            if known.is_some_and(|known| reached(known, round)) {
                 return false;
             }
-            self.stalled.insert(group, (step, Instant::now()));
+            self.stalled.insert(group, (round, Instant::now()));
             self.send(&message);
             return true;
         }
@@ -272,7 +272,7 @@ impl DetectorThread {
             Message::Failed { group, code, text } => {
                 (*group, GroupEvent::Failed(Error::from_code(*code, text.clone())))
             }
-            Message::Departed { group, rank, step } => (*group, GroupEvent::Departed { rank: *rank, step: *step }),
+            Message::Departed { group, rank, round } => (*group, GroupEvent::Departed { rank: *rank, round: *round }),
             Message::Stalled { .. } | Message::Shutdown => {
                 self.forward(message);
                 return;

@@ -80,10 +80,10 @@ mod tests {
 
     use super::*;
     use crate::lock::lock;
+    use crate::transport::counter::START;
     use crate::transport::detector_thread::POLL_INTERVAL;
     use crate::transport::in_process;
     use crate::transport::region_control::RegionControl;
-    use crate::transport::step::START;
     use crate::transport::{Phase, ShmRegion};
 
     /// The groups of a host of one rank.
@@ -222,7 +222,7 @@ mod tests {
             assert!(Instant::now() < until, "not every host knows of the departure");
             std::thread::sleep(Duration::from_millis(10));
         }
-        assert_eq!(hosts[4].2.departed(), None, "it has its own steps");
+        assert_eq!(hosts[4].2.departed(), None, "it has its own rounds");
         assert!(lock(&hosts[4].1.regions).is_empty(), "a group without ranks on a host is not visited again");
     }
 

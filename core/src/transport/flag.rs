@@ -1,6 +1,6 @@
 //! A counter in shared memory that one rank raises and others wait for: spin, then sleep on a futex.
 //!
-//! Works between threads and between processes. Counters start and wrap as in [`super::step`].
+//! Works between threads and between processes. Counters start and wrap as in [`super::counter`].
 
 use std::hint;
 use std::sync::atomic::Ordering;
@@ -8,7 +8,7 @@ use std::thread;
 
 use rustix::io::Errno;
 
-use super::step::{START, reached};
+use super::counter::{START, reached};
 use super::sync::{AtomicU32, FutexWord, fence};
 use crate::error::{Error, Result};
 

@@ -5,11 +5,11 @@
 
 use std::sync::atomic::Ordering;
 
+use super::counter::reached;
 use super::flag::Flag;
 use super::region_layout::{
     FAILURE_TEXT, Failure, HOST_WINDOW, LOOKAHEAD_WORDS, Lookaheads, RankFlags, RegionHeader, RegionLayout,
 };
-use super::step::reached;
 use super::sync::{AtomicU32, AtomicU64};
 use crate::error::Error;
 use crate::wire_layout::ALIGN;
@@ -126,27 +126,27 @@ impl RegionControl {
         self.flags(0, local).unpacked.payload.departed.load(Ordering::Acquire) == 1
     }
 
-    /// Reports to this host's ranks that rank `rank` of another host departs after round `step`; the earliest round
+    /// Reports to this host's ranks that rank `rank` of another host departs after round `round`; the earliest round
     /// wins. Used by one process of the host.
-    pub fn depart(&self, rank: usize, step: u32) {
+    pub fn depart(&self, rank: usize, round: u32) {
         let departed = &self.header().departed;
         let before = departed.load(Ordering::Relaxed);
-        if before & DEPARTED == 0 || !reached(step, before as u32) {
+        if before & DEPARTED == 0 || !reached(round, before as u32) {
             let rank = (rank as u64 & 0x7fff_ffff) << 32;
-            departed.store(DEPARTED | rank | u64::from(step), Ordering::Relaxed);
+            departed.store(DEPARTED | rank | u64::from(round), Ordering::Relaxed);
         }
     }
 
-    /// A departed rank of another host whose last round is earlier than `step`.
-    pub fn departed(&self, step: u32) -> Option<usize> {
+    /// A departed rank of another host whose last round is earlier than `round`.
+    pub fn departed(&self, round: u32) -> Option<usize> {
         let value = self.header().departed.load(Ordering::Relaxed);
         let (rank, last) = ((value & !DEPARTED) >> 32, value as u32);
-        (value & DEPARTED != 0 && !reached(last, step)).then_some(rank as usize)
+        (value & DEPARTED != 0 && !reached(last, round)).then_some(rank as usize)
     }
 
-    /// Reports to this host's ranks a long wait in round `step` of channel 0.
-    pub fn stall(&self, step: u32) {
-        self.header().stalled.store(STALLED | u64::from(step), Ordering::Relaxed);
+    /// Reports to this host's ranks a long wait in round `round` of channel 0.
+    pub fn stall(&self, round: u32) {
+        self.header().stalled.store(STALLED | u64::from(round), Ordering::Relaxed);
     }
 
     /// The last round reported by [`RegionControl::stall`].

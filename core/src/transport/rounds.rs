@@ -15,9 +15,9 @@
 
 use std::ops::Range;
 
+use super::counter::{REFRESH, START, reached};
 use super::region_layout::{LOOKAHEAD_WORDS, SMALL_WINDOW};
 use super::shm_channel::{PathNote, Phase, ShmChannel, SlotContent};
-use super::step::{REFRESH, START, reached};
 use super::wait_context::WaitContext;
 use crate::error::Result;
 

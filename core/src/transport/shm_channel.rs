@@ -1,7 +1,7 @@
 //! The channels of a group on one host: per channel and rank, three flags with payloads and a *window* of slots of data,
 //! used in turn.
 //!
-//! A channel works in rounds, numbered equally on all ranks ([`super::step`]); [`super::rounds`] has their states as types.
+//! A channel works in rounds, numbered equally on all ranks ([`super::round`]); [`super::rounds`] has their states as types.
 //! In a round every rank packs its data into its slot and raises `Packed`. The shard owners reduce their slices and raise
 //! `Reduced`. Every rank unpacks the results and raises `Unpacked`. With a window of w slots, round s uses slot s mod w. So a
 //! rank may pack round s only when all ranks have unpacked round s - w.
@@ -165,35 +165,35 @@ impl ShmChannel {
         Ok(())
     }
 
-    /// The slots of round `step` of a small call, of which two are under way at most: the first two of the window, so that
+    /// The slots of round `round` of a small call, of which two are under way at most: the first two of the window, so that
     /// they stay in the nearest caches.
-    pub(super) fn small_slots(&self, step: u32) -> &[*mut u8] {
-        self.slots_at(step % SMALL_WINDOW, 0)
+    pub(super) fn small_slots(&self, round: u32) -> &[*mut u8] {
+        self.slots_at(round % SMALL_WINDOW, 0)
     }
 
-    /// The addresses of place `place` in the slots of all ranks in round `step`; see [`RegionLayout::places`].
-    pub(super) fn slots_at(&self, step: u32, place: usize) -> &[*mut u8] {
+    /// The addresses of place `place` in the slots of all ranks in round `round`; see [`RegionLayout::places`].
+    pub(super) fn slots_at(&self, round: u32, place: usize) -> &[*mut u8] {
         let ranks = self.region.layout.ranks;
-        self.slots.get().map_or(&[], |slots| &slots.0[self.turn(step)][place * ranks..][..ranks])
+        self.slots.get().map_or(&[], |slots| &slots.0[self.turn(round)][place * ranks..][..ranks])
     }
 
-    /// Makes the memory of these bytes of this rank's slot of round `step`, if they have none.
+    /// Makes the memory of these bytes of this rank's slot of round `round`, if they have none.
     ///
     /// # Errors
     /// [`Error::System`] when there is not enough memory, which is a failure of the group.
     #[inline]
-    pub(super) fn reserve(&self, step: u32, bytes: Range<usize>) -> Result<()> {
+    pub(super) fn reserve(&self, round: u32, bytes: Range<usize>) -> Result<()> {
         let part = self.part_bytes();
         let parts = bytes.start / part..bytes.end.div_ceil(part);
         if parts.is_empty() {
             return Ok(());
         }
         let bits = (u64::MAX >> (64 - parts.len())) << parts.start;
-        let reserved = &self.reserved[self.turn(step)];
+        let reserved = &self.reserved[self.turn(round)];
         if reserved.get() & bits == bits {
             return Ok(());
         }
-        self.make_parts(step, parts)?;
+        self.make_parts(round, parts)?;
         reserved.set(reserved.get() | bits);
         Ok(())
     }
@@ -203,7 +203,7 @@ impl ShmChannel {
     /// # Errors
     /// As for [`ShmChannel::reserve`].
     pub fn reserve_small(&self, bytes: &Range<usize>) -> Result<()> {
-        (0..SMALL_WINDOW).try_for_each(|step| self.reserve(step, bytes.clone()))
+        (0..SMALL_WINDOW).try_for_each(|round| self.reserve(round, bytes.clone()))
     }
 
     /// A slot has up to 64 parts of this size, of whole pages.
@@ -212,24 +212,24 @@ impl ShmChannel {
     }
 
     #[cold]
-    fn make_parts(&self, step: u32, parts: Range<usize>) -> Result<()> {
+    fn make_parts(&self, round: u32, parts: Range<usize>) -> Result<()> {
         let (layout, part) = (self.region.layout, self.part_bytes());
-        let start = layout.slot_offset(self.channel, self.turn(step));
+        let start = layout.slot_offset(self.channel, self.turn(round));
         let bytes = start + parts.start * part..start + (parts.end * part).min(layout.slot);
         self.region.memory.reserve(bytes).inspect_err(|error| self.region.control.set_failure(error))
     }
 
-    /// Raises this rank's flag of `phase` to round `step`.
-    pub fn raise(&self, phase: Phase, step: u32) {
-        self.flag(self.region.me, phase).raise(step);
+    /// Raises this rank's flag of `phase` to round `round`.
+    pub fn raise(&self, phase: Phase, round: u32) {
+        self.flag(self.region.me, phase).raise(round);
     }
 
     /// In a round of a small call: raises this rank's `Packed`, spins as [`ShmChannel::spin_small`], then wakes sleepers.
     /// Returns whether all ranks have raised the flag.
-    pub(super) fn post_and_spin(&self, step: u32, spins: u32) -> bool {
+    pub(super) fn post_and_spin(&self, round: u32, spins: u32) -> bool {
         let own_flag = self.flag(self.region.me, Phase::Packed);
-        own_flag.raise_no_wake(step);
-        let all = self.spin_small(step, spins);
+        own_flag.raise_no_wake(round);
+        let all = self.spin_small(round, spins);
         own_flag.wake_sleepers();
         all
     }
@@ -238,12 +238,12 @@ impl ShmChannel {
     /// used up; returns whether they have. The start of a slot comes with the flag of its rank: in two steps it took 0.05 of
     /// 0.6 µs between processors that share no cache.
     #[inline]
-    pub(super) fn spin_small(&self, step: u32, spins: u32) -> bool {
-        let slots = self.small_slots(step);
+    pub(super) fn spin_small(&self, round: u32, spins: u32) -> bool {
+        let slots = self.small_slots(round);
         let spins = self.spins.get(self.waiter.get()).min(spins);
         let spin = |rank| {
             let flag = self.flag(rank, Phase::Packed);
-            flag.spin(step, spins, self.spins.yield_interval(), || {
+            flag.spin(round, spins, self.spins.yield_interval(), || {
                 slots.get(rank).copied().into_iter().for_each(prefetch);
             })
         };
@@ -255,21 +255,21 @@ impl ShmChannel {
         self.flag(self.region.me, phase).raised()
     }
 
-    /// Waits until the first `ranks` local ranks have reached round `step` in `phase`.
+    /// Waits until the first `ranks` local ranks have reached round `round` in `phase`.
     ///
     /// # Errors
     /// Errors of the wait context; [`Error::PeerLost`] when one of the ranks was lost.
-    pub fn wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    pub fn wait(&self, phase: Phase, round: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         for rank in 0..ranks {
             let flag = self.flag(rank, phase);
-            if flag.reached(step) {
+            if flag.reached(round) {
                 continue;
             }
             let from = Instant::now();
-            let result = if self.spin(flag, step, || {}) {
+            let result = if self.spin(flag, round, || {}) {
                 Ok(())
             } else {
-                flag.sleep(step, &mut || self.check_wait(phase, step, ranks, wait_ctx))
+                flag.sleep(round, &mut || self.check_wait(phase, round, ranks, wait_ctx))
             };
             let now = Instant::now();
             self.spins.adapt(self.waiter.get(), now - from);
@@ -279,19 +279,19 @@ impl ShmChannel {
         Ok(())
     }
 
-    /// Whether the first `ranks` local ranks have reached round `step` in `phase`.
-    pub(super) fn all_reached(&self, phase: Phase, step: u32, ranks: usize) -> bool {
-        (0..ranks).all(|rank| self.flag(rank, phase).reached(step))
+    /// Whether the first `ranks` local ranks have reached round `round` in `phase`.
+    pub(super) fn all_reached(&self, phase: Phase, round: u32, ranks: usize) -> bool {
+        (0..ranks).all(|rank| self.flag(rank, phase).reached(round))
     }
 
-    /// The first of the first `ranks` local ranks that has not reached round `step` in `phase`, as its rank in the group.
-    pub(super) fn first_pending(&self, phase: Phase, step: u32, ranks: usize) -> Option<usize> {
-        (0..ranks).find(|&rank| !self.flag(rank, phase).reached(step)).map(|rank| self.region.peers[rank].rank)
+    /// The first of the first `ranks` local ranks that has not reached round `round` in `phase`, as its rank in the group.
+    pub(super) fn first_pending(&self, phase: Phase, round: u32, ranks: usize) -> Option<usize> {
+        (0..ranks).find(|&rank| !self.flag(rank, phase).reached(round)).map(|rank| self.region.peers[rank].rank)
     }
 
-    /// Spins until `flag` reaches `step` or the spins are used up; see [`Flag::spin`].
-    fn spin(&self, flag: &Flag, step: u32, between: impl Fn()) -> bool {
-        flag.spin(step, self.spins.get(self.waiter.get()), self.spins.yield_interval(), between)
+    /// Spins until `flag` reaches `round` or the spins are used up; see [`Flag::spin`].
+    fn spin(&self, flag: &Flag, round: u32, between: impl Fn()) -> bool {
+        flag.spin(round, self.spins.get(self.waiter.get()), self.spins.yield_interval(), between)
     }
 
     /// The number of rounds that may overlap.
@@ -300,32 +300,32 @@ impl ShmChannel {
     }
 
     /// Writes this rank's note.
-    pub(super) fn post_path_note(&self, step: u32, note: PathNote) {
+    pub(super) fn post_path_note(&self, round: u32, note: PathNote) {
         let nanos = u32::try_from(note.packing.as_nanos()).map_or(MAX_NANOS, |nanos| nanos.min(MAX_NANOS));
-        let place = self.note(self.region.me, step);
+        let place = self.note(self.region.me, round);
         let content = place.load(Ordering::Relaxed) & CONTENT;
         place.store(nanos << 3 | u32::from(note.second) << 2 | content, Ordering::Relaxed);
     }
 
     /// The notes of all ranks of the host, by local rank.
-    pub(super) fn path_notes(&self, step: u32) -> impl Iterator<Item = PathNote> {
+    pub(super) fn path_notes(&self, round: u32) -> impl Iterator<Item = PathNote> {
         (0..self.region.layout.ranks).map(move |rank| {
-            let note = self.note(rank, step).load(Ordering::Relaxed);
+            let note = self.note(rank, round).load(Ordering::Relaxed);
             PathNote { second: note & 1 << 2 != 0, packing: Duration::from_nanos((note >> 3).into()) }
         })
     }
 
     /// Writes the call's signature and what the slot holds.
-    pub(super) fn post_signature(&self, step: u32, signature: u64, content: SlotContent) {
+    pub(super) fn post_signature(&self, round: u32, signature: u64, content: SlotContent) {
         let me = self.region.me;
-        self.signature(me, step).store(signature, Ordering::Relaxed);
-        let place = self.note(me, step);
+        self.signature(me, round).store(signature, Ordering::Relaxed);
+        let place = self.note(me, round);
         place.store(place.load(Ordering::Relaxed) & !CONTENT | content as u32, Ordering::Relaxed);
     }
 
     /// What the slot of a rank holds.
-    pub(super) fn content(&self, rank: usize, step: u32) -> SlotContent {
-        match self.note(rank, step).load(Ordering::Relaxed) & CONTENT {
+    pub(super) fn content(&self, rank: usize, round: u32) -> SlotContent {
+        match self.note(rank, round).load(Ordering::Relaxed) & CONTENT {
             0 => SlotContent::Data,
             1 => SlotContent::PeerMemory,
             _ => SlotContent::PrivateMemory,
@@ -333,33 +333,33 @@ impl ShmChannel {
     }
 
     /// Whether all ranks of the host posted the same signature.
-    pub(super) fn same_signatures(&self, step: u32) -> bool {
-        let signature = |rank| self.signature(rank, step).load(Ordering::Relaxed);
+    pub(super) fn same_signatures(&self, round: u32) -> bool {
+        let signature = |rank| self.signature(rank, round).load(Ordering::Relaxed);
         (1..self.region.layout.ranks).all(|rank| signature(rank) == signature(0))
     }
 
     /// Posts what this shard owner found: if all signatures are equal, how many of the next calls are, too.
-    pub(super) fn agree(&self, step: u32, agreed: Option<usize>) {
+    pub(super) fn agree(&self, round: u32, agreed: Option<usize>) {
         let number = |ahead| u32::try_from(ahead).unwrap_or(0) + 1;
-        self.agreed(self.region.me, step).store(agreed.map_or(0, number), Ordering::Relaxed);
+        self.agreed(self.region.me, round).store(agreed.map_or(0, number), Ordering::Relaxed);
     }
 
     /// What the owners of the first `shards` shards all posted.
-    pub(super) fn all_agreed(&self, step: u32, shards: usize) -> Option<usize> {
-        let agreed = (0..shards).map(|rank| self.agreed(rank, step).load(Ordering::Relaxed));
+    pub(super) fn all_agreed(&self, round: u32, shards: usize) -> Option<usize> {
+        let agreed = (0..shards).map(|rank| self.agreed(rank, round).load(Ordering::Relaxed));
         agreed.min().unwrap_or(1).checked_sub(1).map(|ahead| ahead as usize)
     }
 
     /// Posts what this rank has behind the call that starts.
-    pub(super) fn post_lookahead(&self, step: u32, words: [u64; LOOKAHEAD_WORDS]) {
-        let places = self.region.control.lookahead(self.channel, self.region.me, self.turn(step));
+    pub(super) fn post_lookahead(&self, round: u32, words: [u64; LOOKAHEAD_WORDS]) {
+        let places = self.region.control.lookahead(self.channel, self.region.me, self.turn(round));
         places.iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
     }
 
     /// The words that all ranks of the host posted.
-    pub(super) fn lookaheads(&self, step: u32) -> impl Iterator<Item = [u64; LOOKAHEAD_WORDS]> {
+    pub(super) fn lookaheads(&self, round: u32) -> impl Iterator<Item = [u64; LOOKAHEAD_WORDS]> {
         (0..self.region.layout.ranks).map(move |rank| {
-            let places = self.region.control.lookahead(self.channel, rank, self.turn(step));
+            let places = self.region.control.lookahead(self.channel, rank, self.turn(round));
             array::from_fn(|word| places[word].load(Ordering::Relaxed))
         })
     }
@@ -374,33 +374,33 @@ impl ShmChannel {
         }
     }
 
-    /// The turn of round `step` in the window.
-    fn turn(&self, step: u32) -> usize {
-        (step & self.turns) as usize
+    /// The turn of round `round` in the window.
+    fn turn(&self, round: u32) -> usize {
+        (round & self.turns) as usize
     }
 
-    fn signature(&self, rank: usize, step: u32) -> &AtomicU64 {
-        let turn = self.turn(step);
+    fn signature(&self, rank: usize, round: u32) -> &AtomicU64 {
+        let turn = self.turn(round);
         &self.region.flags(self.channel, rank).packed.payload[turn / HOST_WINDOW].signatures[turn % HOST_WINDOW]
     }
 
-    fn note(&self, rank: usize, step: u32) -> &AtomicU32 {
-        let turn = self.turn(step);
+    fn note(&self, rank: usize, round: u32) -> &AtomicU32 {
+        let turn = self.turn(round);
         &self.region.flags(self.channel, rank).packed.payload[turn / HOST_WINDOW].notes[turn % HOST_WINDOW]
     }
 
-    fn agreed(&self, rank: usize, step: u32) -> &AtomicU32 {
-        &self.region.flags(self.channel, rank).reduced.payload[self.turn(step)]
+    fn agreed(&self, rank: usize, round: u32) -> &AtomicU32 {
+        &self.region.flags(self.channel, rank).reduced.payload[self.turn(round)]
     }
 
     /// Checks for lost ranks and limits during a wait for the first `ranks` local ranks.
     ///
     /// # Errors
     /// As for [`ShmChannel::wait`].
-    pub(super) fn check_wait(&self, phase: Phase, step: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    pub(super) fn check_wait(&self, phase: Phase, round: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         // Another rank may wait for this memory.
         self.region.memory.collect();
-        let is_pending = |rank: usize| !self.flag(rank, phase).reached(step);
+        let is_pending = |rank: usize| !self.flag(rank, phase).reached(round);
         for rank in (0..ranks).filter(|&rank| is_pending(rank)) {
             let departed = self.region.flags(self.channel, rank).unpacked.payload.departed.load(Ordering::Acquire) == 1;
             let how = if departed { Some(self.region.departure.to_owned()) } else { self.region.liveness.lost(rank) };

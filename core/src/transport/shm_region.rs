@@ -8,11 +8,11 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
+use super::counter::START;
 use super::peer_memory::PeerMemory;
 use super::region_control::RegionControl;
 use super::region_layout::RankFlags;
 use super::spin::MaxSpins;
-use super::step::START;
 use crate::error::{Error, Result};
 
 pub use super::region_layout::{RegionLayout, RegionMemory};
@@ -149,19 +149,19 @@ impl ShmRegion {
     }
 
     /// The last round of channel 0 that this rank has packed.
-    pub fn step(&self) -> u32 {
+    pub fn round(&self) -> u32 {
         self.flags(0, self.me).packed.flag.raised()
     }
 
     /// The round that this rank waits in: before the slots of all ranks are made, the first one.
-    pub fn waiting_step(&self) -> u32 {
+    pub fn waiting_round(&self) -> u32 {
         let opened = (0..self.layout.ranks).all(|rank| self.flags(0, rank).unpacked.payload.opened.reached(OPENED));
-        if opened { self.step() } else { START.wrapping_add(1) }
+        if opened { self.round() } else { START.wrapping_add(1) }
     }
 
     /// A departed rank of another host that the current round waits for: its last round is earlier.
     pub fn departed(&self) -> Option<usize> {
-        self.control.departed(self.step())
+        self.control.departed(self.round())
     }
 
     /// Reports to this host's ranks that this rank takes part in no further round.

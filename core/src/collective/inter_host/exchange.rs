@@ -94,9 +94,9 @@ impl InterHost {
         InterHost { shard, link, trees, network, setting, host_partial, results }
     }
 
-    /// Room for a shard's slice of a chunk in round `step`.
-    pub(in crate::collective) fn result_buffer(&mut self, step: u32) -> *mut u8 {
-        self.results[step as usize % MAX_EXCHANGES].as_mut_slice().as_mut_ptr()
+    /// Room for a shard's slice of a chunk in round `round`.
+    pub(in crate::collective) fn result_buffer(&mut self, round: u32) -> *mut u8 {
+        self.results[round as usize % MAX_EXCHANGES].as_mut_slice().as_mut_ptr()
     }
 
     /// Sends the first messages of a slice. `matched`: all hosts are known to have the same call. `calls`: those of this
@@ -248,8 +248,8 @@ impl SliceExchange<'_> {
     }
 
     pub fn header(&self, kind: u32, agreed: bool, has_data: bool) -> Header {
-        let (signature, step) = (self.slice.call.signature, self.slice.round);
-        Header { signature, step, message_kind: kind, agreed, has_data, lookahead: Lookahead::default() }
+        let (signature, round) = (self.slice.call.signature, self.slice.round);
+        Header { signature, round, message_kind: kind, agreed, has_data, lookahead: Lookahead::default() }
     }
 
     /// Reads the header of the message at `at` in the receive buffer.

@@ -12,7 +12,7 @@ pub(super) struct Header {
     /// Signature of the sender's call.
     pub signature: u64,
     /// Number of the round.
-    pub step: u32,
+    pub round: u32,
     /// Index of the message in its round.
     pub message_kind: u32,
     /// Whether all calls that the sender has seen match.
@@ -36,7 +36,7 @@ impl Header {
 
     pub fn write(&self, message: &mut [u8]) {
         message[0..8].copy_from_slice(&self.signature.to_le_bytes());
-        message[8..12].copy_from_slice(&self.step.to_le_bytes());
+        message[8..12].copy_from_slice(&self.round.to_le_bytes());
         message[12..16].copy_from_slice(&self.message_kind.to_le_bytes());
         message[16] = u8::from(self.agreed);
         message[17] = u8::from(self.has_data);
@@ -46,9 +46,9 @@ impl Header {
     }
 
     /// Reads the header of a message, which must be of this round and kind.
-    pub fn read(message: &[u8], step: u32, kind: u32, call: &Call) -> Result<Header> {
-        if message[8..12] != step.to_le_bytes() || message[12..16] != kind.to_le_bytes() {
-            return Err(Error::Internal(format!("a message of another step arrived in {}", call.full_name())));
+    pub fn read(message: &[u8], round: u32, kind: u32, call: &Call) -> Result<Header> {
+        if message[8..12] != round.to_le_bytes() || message[12..16] != kind.to_le_bytes() {
+            return Err(Error::Internal(format!("a message of another round arrived in {}", call.full_name())));
         }
         let word = |at: usize| {
             let mut bytes = [0; 8];
@@ -57,7 +57,7 @@ impl Header {
         };
         Ok(Header {
             signature: word(0),
-            step,
+            round,
             message_kind: kind,
             agreed: message[16] == 1,
             has_data: message[17] == 1,

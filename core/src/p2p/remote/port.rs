@@ -11,9 +11,9 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::header::{HEADER_BYTES, Header, Kind};
 use crate::error::{Error, Result};
+use crate::transport::counter::START;
 use crate::transport::memory::Aligned;
 use crate::transport::messages::{Completed, MessageNetwork};
-use crate::transport::step::START;
 
 /// Longest message whose data travels with its header, in bytes.
 pub const SHORT_BYTES: usize = 8 << 10;

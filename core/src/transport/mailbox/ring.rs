@@ -2,14 +2,14 @@
 //!
 //! A cell starts with a line of 64 bytes: the number that makes it ready, the envelope, and the data of a short message.
 //! So a short message moves one cache line. The receiver shows what it has taken every few cells only. Numbers start
-//! shortly before they wrap, as in [`crate::transport::step`]. Zeroed memory is an empty ring.
+//! shortly before they wrap, as in [`crate::transport::counter`]. Zeroed memory is an empty ring.
 //! Ownership: a cell belongs to the sender until it is ready, then to the receiver until it shows it as taken.
 //! Thread rule: each end is used by one thread at a time.
 
 use std::cell::UnsafeCell;
 
 use super::line::Line;
-use crate::transport::step::START;
+use crate::transport::counter::START;
 use crate::transport::sync::{AtomicU32, AtomicU64, Ordering, check_read, check_write, fence};
 
 /// Number of cells, a power of two.

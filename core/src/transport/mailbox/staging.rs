@@ -7,7 +7,7 @@
 use std::cell::UnsafeCell;
 
 use super::line::Line;
-use crate::transport::step::START;
+use crate::transport::counter::START;
 use crate::transport::sync::{AtomicU32, Ordering, check_read, check_write};
 
 /// Number of parts, a power of two.

@@ -1,4 +1,4 @@
-//! Sequence numbers of a channel's rounds. They wrap, so they are compared by signed distance.
+//! Counters that wrap, of rounds and of messages, so they are compared by signed distance.
 //!
 //! Debug builds compare the low eight bits only, so every test wraps many times. Numbers start shortly before the wrap
 //! in every build, so the first rounds of every job wrap too.
@@ -12,7 +12,7 @@ const BITS: u32 = if cfg!(loom) {
     32
 };
 
-/// The number before the first round. Even, because the slot of a round is its number mod 2.
+/// The count before the first round. Even, because the slot of a round is its number mod 2.
 pub const START: u32 = 0u32.wrapping_sub(4);
 
 /// A flag must be raised again after at most this many rounds. Then distances stay far below half of the range, the
