@@ -29,7 +29,7 @@ impl Group {
 
     /// The deadline of its calls; `None` for none.
     pub fn timeout(&self) -> Option<Duration> {
-        self.shared.deadline(Timeout::GroupDefault).after
+        self.shared.deadline.of(Timeout::GroupDefault).after
     }
 
     /// The name of a member in messages.
@@ -80,7 +80,7 @@ impl Group {
         let interrupted =
             || signals::interrupted().then(|| Error::PeerLost(format!("{what} was interrupted by a signal")));
         let ended = || self.check_members().err().or_else(|| self.shared.lost_rank()).or_else(interrupted);
-        with_limits(what, self.shared.deadline(timeout), self.shared.settings.stall_warn, &ended, work)
+        with_limits(what, self.shared.deadline.of(timeout), self.shared.settings.stall_warn, &ended, work)
     }
 
     /// Waits for all members.

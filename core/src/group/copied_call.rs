@@ -26,13 +26,13 @@ impl GroupState {
     unsafe fn download(&self, call: &Call) -> Result<HostCopy> {
         let context = producer(call)?.context();
         // SAFETY: the caller's promise.
-        guard(|| unsafe { self.host_copies.get(context)?.download(call) })
+        guard(|| unsafe { self.gpu.copies(context)?.download(call) })
     }
 
     /// Starts the copies of a call that is submitted now, if the group's path is known and lacks it.
     pub fn download_early(&self, work: &Work) {
         let call = &work.call;
-        let is_copied = self.copies_others.load(Ordering::Relaxed) && !call.op.runs_in_device_chunks();
+        let is_copied = self.gpu.copies_others.load(Ordering::Relaxed) && !call.op.runs_in_device_chunks();
         if call.producer().is_none() || !is_copied {
             return;
         }

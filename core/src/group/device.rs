@@ -58,9 +58,9 @@ impl DeviceExecutor {
             monitor.watch(work).map(|progress| progress.set(Enqueued::All(end))).map(|_once| true)
         });
         if let Some(bytes) = path.device_bytes() {
-            worker.shared.device_bytes.store(bytes, Ordering::Relaxed);
+            worker.shared.gpu.device_bytes.store(bytes, Ordering::Relaxed);
         }
-        worker.shared.calls_in_chunks.store(path.in_chunks(), Ordering::Relaxed);
+        worker.shared.gpu.calls_in_chunks.store(path.in_chunks(), Ordering::Relaxed);
         if result.is_err() {
             path.stream_release().iter().for_each(|streams| streams.release());
             // Part of it may be enqueued: the caller gets the tensors back once the GPU no longer uses them.
@@ -86,9 +86,7 @@ impl DeviceExecutor {
         let path = worker.run_checked(work, |channel, work, wait_ctx| {
             DevicePath::new(channel, &work.call, device, &selection, wait_ctx)
         })?;
-        // Only the first call sets it.
-        let _first = worker.shared.gpu_info.set(path.describe());
-        worker.shared.copies_others.store(path.copies_others(), Ordering::Relaxed);
+        worker.shared.gpu.set_path(&path);
         let shared = Arc::clone(&worker.shared);
         let launches = &path.context().launches;
         let monitor = worker.run_checked(work, |_, _, _| Monitor::start(&shared, path.stream_release(), launches))?;
@@ -114,7 +112,7 @@ impl NcclLaunch {
             None => guard(|| lock(&path).run(&work.call, &limits.wait_context()).map_err(unrecoverable)),
         };
         let path = lock(&path);
-        shared.device_bytes.store(path.device_bytes(), Ordering::Relaxed);
+        shared.gpu.device_bytes.store(path.device_bytes(), Ordering::Relaxed);
         let (enqueued, result) = match enqueued {
             Ok(end) => (Enqueued::All(end), Ok(())),
             Err(error) => {

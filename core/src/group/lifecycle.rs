@@ -1,10 +1,12 @@
 //! Start and end of a group: its resources and threads.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
+use super::active::Active;
 use super::callers::{CallerThreads, is_group_thread};
-use super::group_copies::GroupCopies;
+use super::gpu_state::GpuState;
+use super::group_deadline::GroupDeadline;
 use super::lead::Lead;
 use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::reconcile::{EARLY_DIVISOR, MAX_BACKOFF};
@@ -79,19 +81,13 @@ impl Group {
             process_groups: Arc::clone(process_groups),
             lead_thread: OnceLock::new(),
             stall_check_after: (settings.match_timeout / EARLY_DIVISOR).max(10 * MAX_BACKOFF),
-            is_reconciling: AtomicBool::new(false),
-            joins_stalled: AtomicBool::new(false),
+            reconciling: Active::default(),
+            joining_stalled: Active::default(),
             joined_round: AtomicU64::new(0),
             matched: AtomicU64::new(0),
-            timeout: AtomicU64::new(0),
-            default_timeout: AtomicBool::new(true),
-            gpu_info: OnceLock::new(),
-            device_bytes: AtomicUsize::new(0),
-            copies_others: AtomicBool::new(false),
-            host_copies: GroupCopies::default(),
-            calls_in_chunks: AtomicUsize::new(0),
+            deadline: GroupDeadline::new(settings.timeout),
+            gpu: GpuState::default(),
         });
-        shared.set_timeout(settings.timeout);
         let mut workers = links.into_iter().enumerate().map(|(index, links)| {
             let channel = Channel::new(Arc::clone(&topology), region.channel(index));
             Worker {
@@ -133,7 +129,7 @@ impl Group {
 
     /// Closes links to other hosts and releases GPU resources, after [`Group::stop`].
     pub fn release_resources(&self) {
-        self.shared.host_copies.release();
+        self.shared.gpu.release_copies();
         self.lead.release_resources();
     }
 }

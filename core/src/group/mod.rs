@@ -11,6 +11,7 @@
 //! get that first error.
 //! Thread rule: any thread may use a [`Group`].
 
+mod active;
 mod adasum;
 mod call_limits;
 mod call_summary;
@@ -20,7 +21,8 @@ mod concurrent_calls;
 mod copied_call;
 mod counterparts;
 mod device;
-mod group_copies;
+mod gpu_state;
+mod group_deadline;
 mod handle;
 mod held;
 mod join;

@@ -71,6 +71,6 @@ impl Group {
     #[inline(always)]
     pub fn message<'a>(&self, messenger: &'a Messenger, options: &MessageOptions<'a>) -> Message<'a> {
         let &MessageOptions { peer, tag, name, timeout, exact } = options;
-        Message { group: messenger.routes(), peer, tag, name, deadline: self.shared.deadline(timeout), exact }
+        Message { group: messenger.routes(), peer, tag, name, deadline: self.shared.deadline.of(timeout), exact }
     }
 }

@@ -4,7 +4,6 @@
 //! Thread rule: as for [`Worker`].
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::memory_use::{SharedMemory, shared_memory};
@@ -38,14 +37,15 @@ impl Worker {
         unfinished: &mut UnfinishedCalls,
         other_groups: OtherGroups,
     ) -> Option<Ended> {
-        self.shared.is_reconciling.store(true, Ordering::Release);
+        let shared = Arc::clone(&self.shared);
+        let reconciling = shared.reconciling.begin();
         queue.differs = false;
         queue.gather();
         let ended = self.run_rounds(queue, unfinished, other_groups);
         queue.set_aside();
-        self.shared.is_reconciling.store(false, Ordering::Release);
+        drop(reconciling);
         if let Some(Ended::Call(_, Err(Error::Mismatch(_)))) = &ended {
-            self.shared.process_groups.settle(&*self.shared);
+            shared.process_groups.settle(&*shared);
         }
         ended
     }

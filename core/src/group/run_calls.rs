@@ -4,7 +4,6 @@
 
 use std::mem;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::concurrent_calls::can_be_concurrent;
 use super::device::DeviceExecutor;
@@ -173,17 +172,15 @@ impl LeadState {
         let shared = Arc::clone(&self.worker.shared);
         shared.stalled_round()?;
         // Before the other ranks see this one, so that later changes in other groups are noticed.
-        shared.joins_stalled.store(true, Ordering::Release);
+        let _joining = shared.joining_stalled.begin();
         let other_groups = OtherGroups::new(&shared);
         let call = Call::absent(shared.config.clone());
         let absent = call.map(|call| Arc::new(Work::absent(call, Arc::clone(&shared.recorder))));
-        let ended = match absent.and_then(|absent| self.run_first_chunk(&absent, true)) {
+        match absent.and_then(|absent| self.run_first_chunk(&absent, true)) {
             Ok(false) => self.worker.reconcile(&mut self.queue, &mut self.unfinished, other_groups),
             // The other ranks had no call either, or the group has failed or is closing.
             Ok(true) | Err(_) => None,
-        };
-        shared.joins_stalled.store(false, Ordering::Release);
-        ended
+        }
     }
 
     /// Runs the first chunk of `work`; false if the ranks' calls differ.

@@ -2,14 +2,14 @@
 //!
 //! Thread rule: any thread.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use serde_json::Value;
-
+use super::active::Active;
 use super::callers::{CallerThreads, ThreadId};
-use super::group_copies::GroupCopies;
+use super::gpu_state::GpuState;
+use super::group_deadline::GroupDeadline;
 use super::process_groups::{ProcessGroups, WaitingGroup};
 use super::queue::QueueItem;
 use super::record::Record;
@@ -17,7 +17,6 @@ use super::recorder::{Recorder, Submission};
 use super::thread::GroupThread;
 use super::work::{OnComplete, Role, Timeout, Work};
 use crate::collective::{Call, CallConfig};
-use crate::deadline::{Deadline, SetBy};
 use crate::error::Error;
 use crate::group_config::GroupConfig;
 use crate::group_key::Members;
@@ -50,27 +49,15 @@ pub(super) struct GroupState {
     /// Wait of a call after which its thread checks for deadlocks across groups.
     pub stall_check_after: Duration,
     /// Whether the group's thread reconciles calls.
-    pub is_reconciling: AtomicBool,
+    pub reconciling: Active,
     /// Whether the group's thread takes part in a round without a call, and in the reconciliation after it.
-    pub joins_stalled: AtomicBool,
+    pub joining_stalled: Active,
     /// The last stalled round that the group's thread was asked to join, plus 1; 0 for none.
     pub joined_round: AtomicU64,
     /// The number of matched calls.
     pub matched: AtomicU64,
-    /// The deadline of calls in nanoseconds; 0 for none.
-    pub timeout: AtomicU64,
-    /// Whether the deadline is that of the environment.
-    pub default_timeout: AtomicBool,
-    /// The path of calls on device memory as JSON, set by the first such call.
-    pub gpu_info: OnceLock<Value>,
-    /// Bytes of device memory in use.
-    pub device_bytes: AtomicUsize,
-    /// Whether the path copies the calls that do not run in chunks to host memory; false before the first call.
-    pub copies_others: AtomicBool,
-    /// For these copies.
-    pub host_copies: GroupCopies,
-    /// Calls on device memory that ran in chunks because some rank could not open the memory of another.
-    pub calls_in_chunks: AtomicUsize,
+    pub deadline: GroupDeadline,
+    pub gpu: GpuState,
 }
 
 impl GroupState {
@@ -189,7 +176,7 @@ impl GroupState {
     }
 
     pub fn reconciles(&self) -> bool {
-        self.is_reconciling.load(Ordering::Acquire)
+        self.reconciling.goes_on()
     }
 
     /// The round of channel 0 in which another rank is stalled, if it is the next round of this rank.
@@ -208,19 +195,6 @@ impl GroupState {
         self.matched.load(Ordering::Relaxed)
     }
 
-    /// The deadline of a call.
-    pub fn deadline(&self, timeout: Timeout) -> Deadline {
-        let of_group = || {
-            let is_default = self.default_timeout.load(Ordering::Relaxed);
-            let after = Some(self.timeout.load(Ordering::Relaxed)).filter(|&nanos| nanos > 0).map(Duration::from_nanos);
-            Deadline { after, set_by: if is_default { SetBy::Environment } else { SetBy::Group } }
-        };
-        match timeout {
-            Timeout::GroupDefault => of_group(),
-            Timeout::Override(after) => Deadline { after, set_by: SetBy::Call },
-        }
-    }
-
     /// The work of a call of this rank, which is submitted now without an earlier `submission`. `thread`: the one that it
     /// blocks, if any.
     pub fn work(
@@ -232,15 +206,9 @@ impl GroupState {
         timeout: Timeout,
         done: OnComplete,
     ) -> Work {
-        let deadline = self.deadline(timeout);
+        let deadline = self.deadline.of(timeout);
         let record = self.recorder.open(&call, submission, deadline, thread);
         Work::new(call, role, done, deadline, record, Arc::clone(&self.recorder))
-    }
-
-    pub fn set_timeout(&self, deadline: Deadline) {
-        let nanos = deadline.after.map_or(0, |timeout| u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX));
-        self.timeout.store(nanos, Ordering::Relaxed);
-        self.default_timeout.store(deadline.set_by == SetBy::Environment, Ordering::Relaxed);
     }
 }
 
@@ -266,7 +234,7 @@ impl WaitingGroup for GroupState {
     }
 
     fn joins_stalled(&self) -> bool {
-        self.joins_stalled.load(Ordering::Acquire)
+        self.joining_stalled.goes_on()
     }
 
     fn interrupt(&self, call: &Record) {

@@ -2,7 +2,7 @@
 //!
 //! Thread rule: any thread may use a [`Group`].
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -234,7 +234,7 @@ impl Group {
 
     /// Sets the deadline of later calls; `None` for none. It may differ between ranks.
     pub fn set_timeout(&self, timeout: Option<Duration>) {
-        self.shared.set_timeout(Deadline { after: timeout, set_by: SetBy::Group });
+        self.shared.deadline.set(Deadline { after: timeout, set_by: SetBy::Group });
     }
 
     /// Fails the group with `error`, here and on the other ranks of the host. Calls `on_failure` on the other ranks
@@ -257,7 +257,7 @@ impl Group {
 
     /// Whether this rank's calls are on the GPU `device`.
     fn check_gpu(&self, device: Device) -> Result<()> {
-        if let Some(ordinal) = self.shared.gpu_info.get().and_then(|gpus| gpus["gpu"].as_i64())
+        if let Some(ordinal) = self.shared.gpu.ordinal()
             && ordinal != i64::from(device.ordinal)
         {
             return Err(Error::Invalid(format!(
@@ -271,9 +271,6 @@ impl Group {
 
     /// The path of calls on device memory as JSON, after the first such call.
     pub fn gpus(&self) -> Option<Value> {
-        let mut gpus = self.shared.gpu_info.get()?.clone();
-        gpus["device_bytes"] = self.shared.device_bytes.load(Ordering::Relaxed).into();
-        gpus["calls_in_chunks"] = self.shared.calls_in_chunks.load(Ordering::Relaxed).into();
-        Some(gpus)
+        self.shared.gpu.describe()
     }
 }
