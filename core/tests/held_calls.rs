@@ -82,7 +82,7 @@ proptest! {
                 let handle = start(group, data);
                 match how {
                     Use::Run => {}
-                    Use::Wait => handle.wait(None, || {}).unwrap(),
+                    Use::Wait => handle.complete().unwrap_or_else(|| handle.wait(None, || {})).unwrap(),
                     Use::Test => while handle.test().is_none() { sleep(Duration::from_micros(50)) },
                     Use::WaitWithLimit => handle.wait(Some(Duration::from_secs(50)), || {}).unwrap(),
                     Use::Drop => drop(handle),

@@ -151,6 +151,15 @@ impl CallHandle {
         self.state.result(&lock(&self.state.progress))
     }
 
+    /// The result of a small call, if this thread can complete it without a wait that lasts.
+    pub fn complete(&self) -> Option<Result<()>> {
+        let held = self.held.as_ref()?;
+        if held.lead.upgrade()?.complete_held(held.number) {
+            held.handed_over.store(true, Ordering::Release);
+        }
+        self.state.result(&lock(&self.state.progress))
+    }
+
     /// Waits for the result. The call goes on if `timeout` passes first; `None` waits until the call ends, which its own
     /// deadline bounds. If a signal should end the wait, calls `interrupt`, which must soon cause a result.
     ///

@@ -155,6 +155,20 @@ impl Lead {
         }
     }
 
+    /// Completes the call `number` that it holds, if the other ranks post the same call within a short spin; returns whether
+    /// it has.
+    pub fn complete_held(&self, number: u64) -> bool {
+        let Some(Leading { mut state, .. }) = self.try_lead() else { return false };
+        state.worker.channel.set_waiter(Waiter::Caller);
+        let finished = guard(|| Ok(state.finish_held(number)));
+        drop(state);
+        let done = finished.unwrap_or_else(|error| {
+            self.shared.fail(&error);
+            None
+        });
+        done.map(|done| done(Ok(()))).is_some()
+    }
+
     /// Whether it may hold a call; that of this `number`, if given. Does not wait: who leads may wait for other ranks, and
     /// they for what this thread does next.
     pub fn may_hold(&self, number: Option<u64>) -> bool {

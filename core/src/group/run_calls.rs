@@ -13,7 +13,7 @@ use super::queue::{Ended, Queue};
 use super::small_calls::CachedCalls;
 use super::thread::GroupThread;
 use super::unfinished::UnfinishedCalls;
-use super::work::{Role, Work};
+use super::work::{OnComplete, Role, Work};
 use super::worker::Worker;
 use crate::collective::Call;
 use crate::collective::device::wait_event;
@@ -55,8 +55,9 @@ impl LeadState {
     pub fn run_next(&mut self, leader: Waiter) -> Option<Ended> {
         self.worker.channel.set_waiter(leader);
         self.queue.drain();
-        if let Some(held) = self.held.take() {
-            return match self.complete_held(held) {
+        let held = self.held.as_ref().map(|held| held.submission.number);
+        if let Some(completed) = held.and_then(|number| self.complete_held(number)) {
+            return match completed {
                 Ok(ended) => Some(ended),
                 Err(work) => {
                     self.queue.calls.push_front(work);
@@ -118,31 +119,41 @@ impl LeadState {
         if leader == Waiter::Thread { self.reconcile() } else { None }
     }
 
+    /// Completes the held call of this `number` without a record, if the other ranks post the same call within a short spin.
+    /// Returns what it then calls.
+    pub fn finish_held(&mut self, number: u64) -> Option<OnComplete> {
+        let LeadState { worker, cached_calls, held, .. } = self;
+        let Worker { shared, channel, .. } = worker;
+        let call = held.as_mut().filter(|held| held.submission.number == number && held.thread.is_none())?;
+        if shared.has_failed() {
+            return None;
+        }
+        let stats = cached_calls.finish(channel, call.index, &mut call.posted)?;
+        shared.recorder.count_small(number, stats, shared.next_match_index(), call.since);
+        held.take().map(|held| held.done)
+    }
+
     /// Completes the held call on this thread.
     ///
     /// # Errors
     /// The call, if the ranks' calls differ.
-    fn complete_held(&mut self, held: HeldCall) -> std::result::Result<Ended, Arc<Work>> {
-        let HeldCall { index, mut posted, submission, since, thread, timeout, done } = held;
-        let LeadState { worker, cached_calls, .. } = self;
-        let Worker { shared, channel, .. } = worker;
-        if thread.is_none()
-            && !shared.has_failed()
-            && let Some(stats) = cached_calls.finish(channel, index, &mut posted)
-        {
-            shared.recorder.count_small(submission.number, stats, shared.next_match_index(), since);
-            return Ok(Ended::Small(done));
+    fn complete_held(&mut self, number: u64) -> Option<std::result::Result<Ended, Arc<Work>>> {
+        if let Some(done) = self.finish_held(number) {
+            return Some(Ok(Ended::Small(done)));
         }
+        let HeldCall { index, posted, submission, thread, timeout, done, .. } = self.held.take()?;
+        let LeadState { worker, cached_calls, .. } = self;
+        let shared = &worker.shared;
         let call = cached_calls.call(index).clone();
         let work = Arc::new(shared.work(call, Role::Own, Some(submission), thread, timeout, done));
         work.record.start(true);
         let agreed =
             worker.run_checked(&work, |channel, _, wait_ctx| cached_calls.wait(channel, index, posted, wait_ctx));
-        match agreed {
+        Some(match agreed {
             Ok(true) => Ok(self.run_matched(&work)),
             Ok(false) => Err(work),
             Err(error) => Ok(Ended::Call(work, Err(error))),
-        }
+        })
     }
 
     /// Waits until the calls before `work` allow it to start; returns it, or what replaces it.

@@ -285,6 +285,11 @@ pub fn barrier(name: &str, timeout: Timeout) -> Result<()> {
 /// Those of the call, and of the wait.
 pub fn wait_for(handle: &CallHandle, timeout: Option<Duration>) -> Result<()> {
     check_fork()?;
+    if timeout.is_none()
+        && let Some(result) = handle.complete()
+    {
+        return result;
+    }
     // This thread makes no calls meanwhile, which deadlock detection needs to know.
     let _blocked = blocked();
     handle.wait(timeout, interrupt)
