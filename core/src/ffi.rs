@@ -13,7 +13,7 @@ use crate::group::{BlockedCaller, CallOptions, MessageOptions, Timeout};
 use crate::lock::lock;
 use crate::p2p::{Spans, Status, Then};
 use crate::plugin::{OnResult, ResultBuffer, StepOptions};
-use crate::runtime::collectives::{self, Request, SmallCall};
+use crate::runtime::collectives::{self, CollectiveRequest, SmallCallOptions};
 use crate::runtime::point_to_point;
 use crate::runtime::{self, CONTROL, group_of_number, group_of_team};
 use crate::transport::gpu;
@@ -405,7 +405,7 @@ unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64]
     let guard = CompletionGuard(completion);
     catch(|| {
         let request = || {
-            let request = Request::Collective(collectives::broadcast_from(call.root)?);
+            let request = CollectiveRequest::Collective(collectives::broadcast_from(call.root)?);
             Ok((group_of_team(CONTROL)?, request, translate(tensors, shapes)?))
         };
         let (group, request, tensors) = match request() {
@@ -459,8 +459,12 @@ unsafe fn start_collective(
     let guard = CompletionGuard(completion);
     catch(|| {
         let request = || {
-            let request =
-                Request::from_codes(call.collective, call.reduce, (call.prescale, call.postscale), call.root)?;
+            let request = CollectiveRequest::from_codes(
+                call.collective,
+                call.reduce,
+                (call.prescale, call.postscale),
+                call.root,
+            )?;
             let given = |counts: &'_ [usize]| (!counts.is_empty()).then(|| counts.to_vec());
             let (send, receive) = (given(call.send_counts), given(call.receive_counts));
             let counts = request.counts(send.as_deref(), receive.as_deref())?;
@@ -473,7 +477,7 @@ unsafe fn start_collective(
         let device = device(call.device, call.stream, call.block_host);
         let timeout = Timeout::from_seconds(call.timeout);
         let waits_here = call.caller_blocks && device.is_none();
-        let small = (call.instance_id.is_empty() && counts == Counts::Even).then_some(SmallCall {
+        let small = (call.instance_id.is_empty() && counts == Counts::Even).then_some(SmallCallOptions {
             name: call.name,
             by_name: call.by_name,
             timeout,

@@ -9,8 +9,8 @@ pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A condition variable that costs no system call if nobody waits. Its waiters share a mutex, and check what they wait for
-/// under it.
+/// A condition variable that costs no system call if nobody waits. Its waiters share a mutex, and check what they wait
+/// for under it.
 #[derive(Debug, Default)]
 pub struct Wakeup {
     waiting: AtomicUsize,

@@ -12,7 +12,7 @@ use dl_comm_core::collective::Op;
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::reduce::ReduceOp;
-use dl_comm_core::transport::{ExchangeBuffers, HostLink, Message, NETWORK_WINDOW};
+use dl_comm_core::transport::{ExchangeBuffers, HostLink, HostMessage, NETWORK_WINDOW};
 
 const SUM: Op = Op::allreduce(ReduceOp::Sum);
 const MAX: Op = Op::allreduce(ReduceOp::Max);
@@ -46,7 +46,7 @@ impl HostLink for HeldLink {
         self.link.buffers(exchange)
     }
 
-    fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+    fn start(&mut self, exchange: usize, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()> {
         self.since = Instant::now();
         self.several |= self.exchanges() > 0;
         self.link.start(exchange, sends, receives)

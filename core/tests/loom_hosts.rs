@@ -17,7 +17,7 @@ use dl_comm_core::transport::in_process::{Access, world};
 use dl_comm_core::transport::memory::Aligned;
 use dl_comm_core::transport::sync::{AtomicU32, Ordering};
 use dl_comm_core::transport::{
-    ExchangeBuffers, HostLink, MAX_EXCHANGES, Message, NetworkModel, ShmRegion, WaitContext,
+    ExchangeBuffers, HostLink, HostMessage, MAX_EXCHANGES, NetworkModel, ShmRegion, WaitContext,
 };
 use dl_comm_core::wire_layout::exchange_buffer_bytes;
 use loom_support::{FLOATS, Floats, SLOT, call, config, explore, run, spawn, with_wait_context};
@@ -42,7 +42,7 @@ struct Exchange {
     out: Arc<Wire>,
     incoming: Arc<Wire>,
     received: u32,
-    pending: VecDeque<Message>,
+    pending: VecDeque<HostMessage>,
 }
 
 /// The two ends of a link with buffers of `capacity` bytes.
@@ -66,7 +66,7 @@ impl HostLink for Link {
         ExchangeBuffers { send: send.as_mut_slice(), recv: recv.as_mut_slice() }
     }
 
-    fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+    fn start(&mut self, exchange: usize, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()> {
         let Exchange { buffers: [send, _], out, pending, .. } = &mut self.exchanges[exchange];
         for message in sends {
             out.messages.lock().unwrap().push_back(send.as_slice()[message.bytes.clone()].to_vec());
@@ -79,7 +79,7 @@ impl HostLink for Link {
     fn poll(&mut self, completed: &mut dyn FnMut(usize)) -> Result<()> {
         for Exchange { buffers: [_, recv], incoming, received, pending, .. } in &mut self.exchanges {
             while !pending.is_empty() && incoming.sent.load(Ordering::Relaxed) > *received {
-                let (Message { host, bytes }, message) =
+                let (HostMessage { host, bytes }, message) =
                     (pending.pop_front().unwrap(), incoming.messages.lock().unwrap().pop_front().unwrap());
                 recv.as_mut_slice()[bytes][..message.len()].copy_from_slice(&message);
                 *received += 1;

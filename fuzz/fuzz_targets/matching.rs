@@ -3,7 +3,9 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use dl_comm_core::collective::matching::{Age, Kind, FurtherCalls, PendingCall, PendingCalls, Reconciliation, decide};
+use dl_comm_core::collective::matching::{
+    Age, FurtherCalls, PendingCall, PendingCalls, PendingKind, Reconciliation, decide,
+};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
@@ -63,7 +65,7 @@ fuzz_target!(|input: Input| {
             key,
             by_name,
             age: Age::New,
-            kind: Kind::TakesZeros,
+            kind: PendingKind::TakesZeros,
             memory: u32::from(bits / 8 % 3),
             stays_behind: bits / 8 % 3 != 0 && bits >= 128,
         }

@@ -12,7 +12,7 @@ use crate::collective::Op;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::group::{CallOptions, CallWords, RaggedTensor, SmallCallInput, TensorWords, Timeout};
-use crate::runtime::collectives::{RaggedCall, Request};
+use crate::runtime::collectives::{CollectiveRequest, RaggedCall};
 
 /// `dl_comm_call_t`; see `dl_comm.h` for the contract.
 #[repr(C)]
@@ -90,7 +90,7 @@ pub(super) struct CallReader<'a> {
     pub timeout: Timeout,
     device: Option<Device>,
     /// Once all of the following is read.
-    request: Option<Request>,
+    request: Option<CollectiveRequest>,
     /// Filled in place: moving the list slows small messages.
     pub views: Views<'a>,
     name: Cow<'a, str>,
@@ -128,7 +128,7 @@ impl<'a> CallReader<'a> {
     ///
     /// # Safety
     /// As for [`CallReader::new`].
-    pub unsafe fn read(&mut self) -> Result<(Request, &Views<'a>, &str)> {
+    pub unsafe fn read(&mut self) -> Result<(CollectiveRequest, &Views<'a>, &str)> {
         let request = match self.request {
             Some(request) => request,
             None => {
@@ -136,7 +136,7 @@ impl<'a> CallReader<'a> {
                 if flags & !(BY_NAME | ON_WAIT) != 0 {
                     return Err(unknown_flags(flags));
                 }
-                let request = Request::from_codes(collective, reduce, (prescale, postscale), root)?;
+                let request = CollectiveRequest::from_codes(collective, reduce, (prescale, postscale), root)?;
                 self.views.clear();
                 // SAFETY: the caller's promise.
                 unsafe {
@@ -157,8 +157,8 @@ impl<'a> CallReader<'a> {
         let by_name = self.is_by_name();
         // SAFETY: the caller's promise. The general way reports an error.
         match unsafe { self.read() }.ok()? {
-            (Request::Collective(op), views, name) => Some(SmallCallInput { op, name, by_name, views }),
-            (Request::Adasum, ..) => None,
+            (CollectiveRequest::Collective(op), views, name) => Some(SmallCallInput { op, name, by_name, views }),
+            (CollectiveRequest::Adasum, ..) => None,
         }
     }
 
@@ -191,7 +191,7 @@ impl<'a> CallReader<'a> {
     pub unsafe fn ragged(&mut self, allocate: CAllocate, ranks: usize) -> Result<(RaggedCall, CallOptions)> {
         // SAFETY: the caller's promise, here and below.
         let (request, views, name) = unsafe { self.read() }?;
-        let Request::Collective(op) = request else {
+        let CollectiveRequest::Collective(op) = request else {
             return Err(Error::Invalid("adasum takes no `allocate`: the results are as long as the tensors".into()));
         };
         let (tensors, name): (Vec<Tensor>, _) = (views.iter().map(|view| view.to_tensor()).collect(), name.to_owned());
@@ -230,7 +230,7 @@ impl<'a> CallReader<'a> {
     ///
     /// # Safety
     /// As for [`CallReader::new`]; the counts have `ranks` entries.
-    pub unsafe fn options(&self, request: Request, ranks: usize) -> Result<CallOptions> {
+    pub unsafe fn options(&self, request: CollectiveRequest, ranks: usize) -> Result<CallOptions> {
         // SAFETY: the caller's promise.
         let lengths = |counts: *const usize, name: &str| unsafe {
             (!counts.is_null()).then(|| array(counts, ranks, name)).transpose()

@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::group::Timeout;
 use crate::plugin::{Arguments, Cooldown};
 use crate::runtime;
-use crate::runtime::collectives::{self, SmallCall};
+use crate::runtime::collectives::{self, SmallCallOptions};
 
 safe_functions! {
     fn dl_comm_get_nteams() -> c_int { catch(|| number(runtime::nteams()?)) }
@@ -218,7 +218,7 @@ pub unsafe extern "C" fn dl_comm_broadcast_on(
         unsafe {
             let mut list = Views::new();
             views(buffers, count, &mut list)?;
-            let call = SmallCall { name: &text(name), by_name: false, timeout: Timeout::from_seconds(timeout) };
+            let call = SmallCallOptions { name: &text(name), by_name: false, timeout: Timeout::from_seconds(timeout) };
             collectives::run_on_all(collectives::broadcast_from(root)?, &list, call, to_device(device))
         }
     })

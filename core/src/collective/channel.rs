@@ -14,7 +14,7 @@ use super::chunk_source::{ActiveCall, ChunkSource, ChunksOf};
 use super::inter_host::InterHost;
 use super::operation::Pattern;
 use super::path_choice::{CallPath, CallTimer, PathChoice};
-use super::plan::Plan;
+use super::plan::ChunkPlan;
 use super::shard::ShardView;
 use super::small_plan::SmallPlan;
 use super::transfer;
@@ -40,7 +40,7 @@ pub struct Channel {
     /// of all of them can.
     pub(super) offer: SlotContent,
     /// How the last call runs.
-    pub(super) plan: Plan,
+    pub(super) plan: ChunkPlan,
     /// That by which the last call has run, if it was a small one.
     pub(super) small_plan: Option<SmallPlan>,
     /// Whether the system has refused to copy between private memories, on some rank; the same on all ranks.
@@ -75,7 +75,7 @@ impl Channel {
             rounds: Rounds::new(region),
             inter_host: Vec::new(),
             offer: SlotContent::Data,
-            plan: Plan::default(),
+            plan: ChunkPlan::default(),
             small_plan: None,
             is_refused: false,
             direct_copies,
@@ -133,7 +133,7 @@ impl Channel {
     pub(super) fn run_first_chunk_of(&mut self, call: &Call, total: usize, wait_ctx: &WaitContext<'_>) -> Result<bool> {
         let kind = self.kind(call, total);
         let path = kind.map_or(CallPath::First, |kind| self.path(call, kind));
-        (self.plan, self.small_plan) = (Plan { total, path, ..Plan::default() }, None);
+        (self.plan, self.small_plan) = (ChunkPlan { total, path, ..ChunkPlan::default() }, None);
         self.rounds.refresh();
         self.start_timer(call, total, kind);
         if call.is_small() {
@@ -179,7 +179,7 @@ impl Channel {
     }
 
     /// How the other chunks of the last call run.
-    pub fn plan(&self) -> Plan {
+    pub fn plan(&self) -> ChunkPlan {
         self.plan
     }
 
@@ -191,7 +191,7 @@ impl Channel {
         &mut self,
         call: &Call,
         chunks: impl Iterator<Item = usize> + Clone,
-        plan: Plan,
+        plan: ChunkPlan,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
         self.plan = plan;
@@ -209,9 +209,9 @@ impl Channel {
         Ok(())
     }
 
-    /// The slots of a round for a chunk of `call`, by local rank. Chunks that are shorter than their part of a slot take
-    /// turns in its places: a line that another rank has just read is still in that rank's cache, which makes writing it
-    /// slow.
+    /// The slots of a round for a chunk of `call`, by local rank. Chunks that are shorter than their part of a slot
+    /// take turns in its places: a line that another rank has just read is still in that rank's cache, which makes
+    /// writing it slow.
     pub(super) fn slots(&self, call: &Call, chunk: usize, state: impl InRound) -> &[*mut u8] {
         self.rounds.slots(state, self.place(call, chunk, state.round()))
     }

@@ -4,14 +4,14 @@
 
 use super::call::Call;
 use super::lookahead::Lookahead;
-use super::plan::Plan;
+use super::plan::ChunkPlan;
 use crate::transport::WaitContext;
 
 /// A call whose chunks are under way.
 #[derive(Clone, Copy)]
 pub struct ActiveCall<'a> {
     pub(super) call: &'a Call,
-    pub(super) plan: Plan,
+    pub(super) plan: ChunkPlan,
     /// The limits of its waits.
     pub wait_ctx: WaitContext<'a>,
 }
@@ -19,7 +19,7 @@ pub struct ActiveCall<'a> {
 impl<'a> ActiveCall<'a> {
     /// A call of one chunk.
     pub fn new(call: &'a Call, wait_ctx: WaitContext<'a>) -> ActiveCall<'a> {
-        ActiveCall { call, plan: Plan { total: call.layout.total(), ..Plan::default() }, wait_ctx }
+        ActiveCall { call, plan: ChunkPlan { total: call.layout.total(), ..ChunkPlan::default() }, wait_ctx }
     }
 }
 

@@ -35,7 +35,7 @@ struct ChunkTask {
     chunk: usize,
     /// Whether the ranks compare their calls.
     compares: bool,
-    stage: Stage,
+    stage: ChunkStage,
     /// What is known of the calls of all ranks.
     calls: HostCalls,
     /// Between hosts: the slices of this rank's shards; `None` once they are complete.
@@ -44,7 +44,7 @@ struct ChunkTask {
 
 /// What a chunk waits for.
 #[derive(Debug, Clone, Copy)]
-enum Stage {
+enum ChunkStage {
     /// All ranks of the host to pack it.
     Packed(Packed),
     /// Messages of other hosts.
@@ -57,15 +57,15 @@ enum Stage {
     Ended(Option<usize>),
 }
 
-impl Stage {
+impl ChunkStage {
     /// The number of the stage.
     fn number(self) -> u8 {
         match self {
-            Stage::Packed(_) => 0,
-            Stage::Exchanging(_) => 1,
-            Stage::Complete(_) => 2,
-            Stage::Reduced(_) => 3,
-            Stage::Ended(_) => 4,
+            ChunkStage::Packed(_) => 0,
+            ChunkStage::Exchanging(_) => 1,
+            ChunkStage::Complete(_) => 2,
+            ChunkStage::Reduced(_) => 3,
+            ChunkStage::Ended(_) => 4,
         }
     }
 }
@@ -93,7 +93,7 @@ impl Channel {
             } else {
                 self.wait_for_progress(&tasks, &mut wait, &wait_ctx)?;
             }
-            while let Some(&ChunkTask { stage: Stage::Ended(agreed), call, chunk, compares, .. }) = tasks.front() {
+            while let Some(&ChunkTask { stage: ChunkStage::Ended(agreed), call, chunk, compares, .. }) = tasks.front() {
                 tasks.pop_front();
                 match agreed {
                     Some(ahead) => source.ended(call, ahead),
@@ -115,7 +115,7 @@ impl Channel {
             if compares {
                 open.post_lookahead(&self.rounds, lookahead.0);
             }
-            let stage = Stage::Packed(self.pack(&source.call(call), chunk, open)?);
+            let stage = ChunkStage::Packed(self.pack(&source.call(call), chunk, open)?);
             let (calls, slices) = (HostCalls::default(), SmallVec::new());
             tasks.push_back(ChunkTask { call, chunk, compares, stage, calls, slices });
             return Ok(true);
@@ -145,9 +145,9 @@ impl Channel {
         let awaited: Option<Awaited> = match tasks.front().map(|task| task.stage) {
             // The chunk that could not begin.
             None => Some(self.rounds.awaited_slot()),
-            Some(Stage::Packed(packed)) => Some(packed.awaited(&self.rounds)),
-            Some(Stage::Reduced(reduced)) => Some(reduced.awaited(self.topology.num_owners())),
-            Some(Stage::Exchanging(_) | Stage::Complete(_) | Stage::Ended(_)) => None,
+            Some(ChunkStage::Packed(packed)) => Some(packed.awaited(&self.rounds)),
+            Some(ChunkStage::Reduced(reduced)) => Some(reduced.awaited(self.topology.num_owners())),
+            Some(ChunkStage::Exchanging(_) | ChunkStage::Complete(_) | ChunkStage::Ended(_)) => None,
         };
         let shm = self.rounds.shm();
         match awaited {
@@ -167,12 +167,12 @@ impl Channel {
         let before = task.stage.number();
         loop {
             let next = match task.stage {
-                Stage::Exchanging(all_packed) => self.exchange_slices(active, task, all_packed)?,
+                ChunkStage::Exchanging(all_packed) => self.exchange_slices(active, task, all_packed)?,
                 stage if stage.number() >= previous => None,
-                Stage::Packed(packed) => self.start_reduction(active, task, packed)?,
-                Stage::Complete(all_packed) => Some(self.post_reduced(task, all_packed, &active.wait_ctx)),
-                Stage::Reduced(reduced) => self.take_results(active, task, reduced),
-                Stage::Ended(_) => None,
+                ChunkStage::Packed(packed) => self.start_reduction(active, task, packed)?,
+                ChunkStage::Complete(all_packed) => Some(self.post_reduced(task, all_packed, &active.wait_ctx)),
+                ChunkStage::Reduced(reduced) => self.take_results(active, task, reduced),
+                ChunkStage::Ended(_) => None,
             };
             match next {
                 Some(stage) => task.stage = stage,
@@ -187,7 +187,7 @@ impl Channel {
         active: &ActiveCall<'_>,
         task: &mut ChunkTask,
         packed: Packed,
-    ) -> Result<Option<Stage>> {
+    ) -> Result<Option<ChunkStage>> {
         let &mut ChunkTask { chunk, compares, .. } = task;
         let Some(all_packed) = packed.try_all(&self.rounds) else { return Ok(None) };
         task.calls.agreed = all_packed.same_signatures(&self.rounds);
@@ -207,8 +207,8 @@ impl Channel {
             task.slices.push(Some(started));
         }
         Ok(Some(match self.topology.owns_shards() {
-            true => Stage::Exchanging(all_packed),
-            false => Stage::Reduced(all_packed.has_no_shard()),
+            true => ChunkStage::Exchanging(all_packed),
+            false => ChunkStage::Reduced(all_packed.has_no_shard()),
         }))
     }
 
@@ -218,7 +218,7 @@ impl Channel {
         active: &ActiveCall<'_>,
         task: &mut ChunkTask,
         all_packed: AllPacked,
-    ) -> Result<Option<Stage>> {
+    ) -> Result<Option<ChunkStage>> {
         let chunk = task.chunk;
         for (index, in_flight) in task.slices.iter_mut().enumerate() {
             let Some(state) = in_flight else { continue };
@@ -237,7 +237,7 @@ impl Channel {
                 }
             }
         }
-        Ok(task.slices.iter().all(Option::is_none).then_some(Stage::Complete(all_packed)))
+        Ok(task.slices.iter().all(Option::is_none).then_some(ChunkStage::Complete(all_packed)))
     }
 
     /// Calls `work` with this rank's shard number `index` and its slice of a chunk.
@@ -266,15 +266,15 @@ impl Channel {
     }
 
     /// Shows the other ranks that this rank's slices are complete.
-    fn post_reduced(&self, task: &ChunkTask, all_packed: AllPacked, wait_ctx: &WaitContext<'_>) -> Stage {
+    fn post_reduced(&self, task: &ChunkTask, all_packed: AllPacked, wait_ctx: &WaitContext<'_>) -> ChunkStage {
         let agreed = task.calls.agreed.then(|| task.calls.lookahead.calls());
         let reduced = all_packed.post_agreed(&self.rounds, agreed);
         wait_ctx.log().flag();
-        Stage::Reduced(reduced)
+        ChunkStage::Reduced(reduced)
     }
 
     /// Once all slices are complete: takes the results, unless the calls differ.
-    fn take_results(&mut self, active: &ActiveCall<'_>, task: &ChunkTask, reduced: Reduced) -> Option<Stage> {
+    fn take_results(&mut self, active: &ActiveCall<'_>, task: &ChunkTask, reduced: Reduced) -> Option<ChunkStage> {
         let (ActiveCall { call, plan, wait_ctx }, chunk) = (active, task.chunk);
         let owners = self.topology.num_owners();
         let all_reduced = reduced.try_all(&self.rounds, owners)?;
@@ -286,6 +286,6 @@ impl Channel {
         all_reduced.end(&mut self.rounds);
         wait_ctx.log().flag();
         timer.end(Activity::Copy);
-        Some(Stage::Ended(agreed))
+        Some(ChunkStage::Ended(agreed))
     }
 }

@@ -25,8 +25,9 @@
 //! different groups. Then nothing fails while any rank computes, because that rank may just be slow.
 //! [`PendingCalls::quiet`] covers only this group's callers, so it counts only if all lists have calls.
 //!
-//! A rank may have joined ([`Kind::Join`]): it has no more data. The common calls of the other ranks then run one by one,
-//! and it contributes zeros to them ([`Reconciliation::StandIn`]), until all have joined. So did Horovod's `join`.
+//! A rank may have joined ([`PendingKind::Join`]): it has no more data. The common calls of the other ranks then run
+//! one by one, and it contributes zeros to them ([`Reconciliation::StandIn`]), until all have joined. So did Horovod's
+//! `join`.
 //!
 //! The protocol is optimistic: only different signatures start it. Horovod's coordinator (Sergeev and Del Balso, 2018)
 //! negotiates every tensor instead. Pure; no I/O.
@@ -37,7 +38,7 @@ use serde::{Deserialize, Serialize};
 
 use super::common_calls::{Found, conflict, find};
 use super::pending_calls::MAX_HEADER_BYTES;
-pub use super::pending_calls::{Age, FurtherCalls, Kind, PendingCall, PendingCalls};
+pub use super::pending_calls::{Age, FurtherCalls, PendingCall, PendingCalls, PendingKind};
 
 /// The status of a rank, reported to ranks that wait for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -174,7 +175,7 @@ fn decide_for_joined(lists: &[PendingCalls]) -> Option<Reconciliation> {
         Found::Common(order) => {
             let find = |list: &&PendingCalls| list.calls.iter().position(|call| call.signature == order[0]);
             let positions: Vec<usize> = active.iter().filter_map(find).collect();
-            if active[0].calls[positions[0]].kind == Kind::TakesZeros {
+            if active[0].calls[positions[0]].kind == PendingKind::TakesZeros {
                 return Some(Reconciliation::StandIn(order[0]));
             }
             Reconciliation::Fail(of_active(positions))

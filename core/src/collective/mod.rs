@@ -56,7 +56,7 @@ pub(crate) use inter_host::InterHost;
 pub use lookahead::Lookahead;
 pub use mismatch::{MismatchEntry, list_of_ranks};
 pub use operation::{Collective, Op, Pattern, Root, TABLE};
-pub use plan::Plan;
+pub use plan::ChunkPlan;
 pub use selection::Selection;
 pub use small_call::PostedCall;
 pub use small_plan::SmallPlan;

@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use super::call::Call;
 use super::channel::Channel;
 use super::operation::{Pattern, Root};
-use super::path_choice::{CallPath, CallTimer, Kind};
+use super::path_choice::{CallKind, CallPath, CallTimer};
 use crate::transport::rounds::{AllPacked, Open};
 use crate::transport::shm_channel::PathNote;
 
 impl Channel {
     /// The kind of a call of which the longest block of all ranks has `total` bytes; `None`: it has no choice.
     #[inline]
-    pub(super) fn kind(&self, call: &Call, total: usize) -> Option<Kind> {
+    pub(super) fn kind(&self, call: &Call, total: usize) -> Option<CallKind> {
         let volume = total.saturating_mul(call.blocks());
         let reduces = call.op.collective.reduces;
         let min = call.measured_from();
@@ -24,12 +24,12 @@ impl Channel {
             true => call.is_small() && call.op.pattern() == Pattern::Line,
             false => self.direct_copies.possible && !call.op.is_barrier() && !call.is_pinned(),
         };
-        let kind = || Kind::new(call.op.collective.code, self.timing_rank(call), volume, min);
+        let kind = || CallKind::new(call.op.collective.code, self.timing_rank(call), volume, min);
         (volume >= min && has_paths()).then(kind)
     }
 
     /// The path of `call`, which is of this kind.
-    pub(super) fn path(&self, call: &Call, kind: Kind) -> CallPath {
+    pub(super) fn path(&self, call: &Call, kind: CallKind) -> CallPath {
         if self.always_copies_directly(call) { CallPath::Second } else { self.path_choice.path(kind) }
     }
 
@@ -50,7 +50,7 @@ impl Channel {
     /// Before the first round of a call of which the longest block has `total` bytes: starts its timer, if it has
     /// a choice.
     #[inline]
-    pub(super) fn start_timer(&mut self, call: &Call, total: usize, kind: Option<Kind>) {
+    pub(super) fn start_timer(&mut self, call: &Call, total: usize, kind: Option<CallKind>) {
         self.timer = kind.filter(|_| !self.always_copies_directly(call)).map(|kind| CallTimer {
             kind,
             path: self.path(call, kind),
@@ -81,8 +81,8 @@ impl Channel {
         }
     }
 
-    /// In the first round of a matched call: if it has a choice, takes the path of the next call from the note of the rank
-    /// that times.
+    /// In the first round of a matched call: if it has a choice, takes the path of the next call from the note of the
+    /// rank that times.
     #[inline(always)]
     pub(super) fn agree_on_path(&mut self, all_packed: AllPacked) {
         if self.timer.is_some() {

@@ -33,7 +33,7 @@ impl CallPath {
 
 /// Calls of one collective and of similar size, which one rank times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Kind {
+pub struct CallKind {
     collective: i32,
     /// The local rank that times the calls.
     pub timing_rank: usize,
@@ -44,12 +44,12 @@ pub struct Kind {
 /// Levels of sizes: four while the bytes double.
 const SIZES: usize = 64;
 
-impl Kind {
+impl CallKind {
     /// The kind of a call of `volume` bytes, which local rank `timing_rank` times; `min`: the least of a call that has a
     /// choice.
-    pub(super) fn new(collective: i32, timing_rank: usize, volume: usize, min: usize) -> Kind {
+    pub(super) fn new(collective: i32, timing_rank: usize, volume: usize, min: usize) -> CallKind {
         let size = size_level(volume).saturating_sub(size_level(min)).min(SIZES - 1);
-        Kind { collective, timing_rank, size }
+        CallKind { collective, timing_rank, size }
     }
 }
 
@@ -158,17 +158,17 @@ impl KindState {
 /// The state of all kinds.
 #[derive(Debug, Default)]
 pub(super) struct PathChoice {
-    kinds: BTreeMap<Kind, KindState>,
+    kinds: BTreeMap<CallKind, KindState>,
 }
 
 impl PathChoice {
     /// The path of the next call of a kind.
-    pub fn path(&self, kind: Kind) -> CallPath {
+    pub fn path(&self, kind: CallKind) -> CallPath {
         self.kinds.get(&kind).map_or_else(CallPath::default, |state| state.path)
     }
 
     /// The state of a kind.
-    pub fn state(&mut self, kind: Kind) -> &mut KindState {
+    pub fn state(&mut self, kind: CallKind) -> &mut KindState {
         self.kinds.entry(kind).or_default()
     }
 }
@@ -176,7 +176,7 @@ impl PathChoice {
 /// A call that has a choice, with its time without the wait for the other ranks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CallTimer {
-    pub kind: Kind,
+    pub kind: CallKind,
     pub path: CallPath,
     /// Of all blocks of a rank.
     pub bytes: usize,
@@ -277,13 +277,13 @@ mod tests {
 
     #[test]
     fn kinds_are_collectives_and_sizes() {
-        let kind = |volume| Kind::new(3, 0, volume, 1024);
+        let kind = |volume| CallKind::new(3, 0, volume, 1024);
         assert_eq!(kind(1024), kind(1279));
         assert_ne!(kind(1279), kind(1280));
         assert_ne!(kind(2047), kind(2048));
-        assert_ne!(kind(1024), Kind::new(4, 0, 1024, 1024));
-        assert_ne!(kind(1024), Kind::new(3, 1, 1024, 1024), "each rank knows its own times");
+        assert_ne!(kind(1024), CallKind::new(4, 0, 1024, 1024));
+        assert_ne!(kind(1024), CallKind::new(3, 1, 1024, 1024), "each rank knows its own times");
         assert_eq!(kind(usize::MAX), kind(usize::MAX / 2), "the last size has no end");
-        assert!(kind(usize::MAX) != Kind::new(4, 0, 0, 1024));
+        assert!(kind(usize::MAX) != CallKind::new(4, 0, 0, 1024));
     }
 }

@@ -22,7 +22,7 @@ pub struct PendingCall {
     /// How long it has waited for its counterpart.
     pub age: Age,
     /// What ranks that have joined do about it.
-    pub kind: Kind,
+    pub kind: PendingKind,
     /// Equal for the calls of the list that are connected by memory that they share; 0 for a call that shares none.
     pub memory: u32,
     /// Its memory conflicts with that of a call before it in the list. It stays behind all these that it is connected to.
@@ -31,7 +31,7 @@ pub struct PendingCall {
 
 /// What ranks that have joined do about a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Kind {
+pub enum PendingKind {
     /// They contribute zeros.
     TakesZeros,
     /// They cannot take part.
@@ -78,7 +78,7 @@ pub enum FurtherCalls {
 impl PendingCalls {
     /// Whether the rank has joined, and its earlier calls have run.
     pub(super) fn has_joined(&self) -> bool {
-        self.calls.first().is_some_and(|call| call.kind == Kind::Join)
+        self.calls.first().is_some_and(|call| call.kind == PendingKind::Join)
     }
 
     /// Splits the list into parts of at most `max_bytes` encoded bytes; at least one part.

@@ -5,7 +5,7 @@ use super::path_choice::CallPath;
 
 /// What the first chunk of a call has shown about the others; the same on all ranks of a host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct ChunkPlan {
     /// Whether all ranks of the host can access the tensors, and the slots hold addresses.
     pub zero_copy: bool,
     /// Whether the first round has completed all chunks.
@@ -16,7 +16,7 @@ pub struct Plan {
     pub path: CallPath,
 }
 
-impl Plan {
+impl ChunkPlan {
     /// The number of chunks that run one after the other, the first of which has run.
     pub fn chunks(self, call: &Call) -> usize {
         if self.is_complete { 1 } else { self.all_chunks(call) }

@@ -1,14 +1,14 @@
-//! Small calls on one host in one round: every rank posts its input and takes or computes the whole result, in a shard's
-//! order of addition. That saves two rounds of flags. No rank raises `Unpacked`; the next round does if it is needed.
+//! Small calls on one host in one round: every rank posts its input and takes or computes the whole result, in a
+//! shard's order of addition. That saves two rounds of flags. No rank raises `Unpacked`; the next round does if it is
+//! needed.
 //!
-//! What a small call copies and reduces is found by the first one of its kind ([`SmallPlan`]). Calls like it on other memory
-//! can then be posted without blocking.
-//! Thread rule: that of [`Channel`].
+//! What a small call copies and reduces is found by the first one of its kind ([`SmallPlan`]). Calls like it on other
+//! memory can then be posted without blocking. Thread rule: that of [`Channel`].
 
 use super::call::Call;
 use super::channel::Channel;
 use super::path_choice::CallPath;
-use super::plan::Plan;
+use super::plan::ChunkPlan;
 use super::small_plan::SmallPlan;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
@@ -85,7 +85,7 @@ impl Channel {
         wait_ctx: &WaitContext<'_>,
     ) -> Result<bool> {
         // That of an earlier call remains if this one was posted without blocking.
-        self.plan = Plan { total: call.layout.total(), ..Plan::default() };
+        self.plan = ChunkPlan { total: call.layout.total(), ..ChunkPlan::default() };
         wait_ctx.log().round();
         wait_ctx.log().flag();
         let all_packed = match posted.all_packed {

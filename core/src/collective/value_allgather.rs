@@ -15,7 +15,7 @@ use super::channel::Channel;
 use super::inter_host::InterHost;
 use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
-use crate::transport::{HostLink, Message, WaitContext, finish_exchange};
+use crate::transport::{HostLink, HostMessage, WaitContext, finish_exchange};
 use crate::wire_layout::HEADER;
 
 /// Maximum encoded bytes of a rank's value, enough for hundreds of calls. A shard owner holds the values of all ranks.
@@ -150,9 +150,9 @@ fn send_receive(
             message[0..8].copy_from_slice(&(part.len() as u64).to_le_bytes());
             message[8..16].copy_from_slice(&((bytes.len() - sent) as u64).to_le_bytes());
             message[HEADER..HEADER + part.len()].copy_from_slice(part);
-            Message { host: to, bytes: 0..HEADER + part.len() }
+            HostMessage { host: to, bytes: 0..HEADER + part.len() }
         });
-        let room = receives.then_some(Message { host: from, bytes: 0..capacity });
+        let room = receives.then_some(HostMessage { host: from, bytes: 0..capacity });
         if message.is_none() && room.is_none() {
             return Ok(received);
         }

@@ -143,7 +143,8 @@ impl Channel {
         self.finish_zero_copy(call, all_packed, all, wait_ctx)
     }
 
-    /// Completes this rank's part of these chunks, and waits for the other ranks. Returns false on all ranks if the chunks must be copied through slots instead.
+    /// Completes this rank's part of these chunks, and waits for the other ranks. Returns false on all ranks if the
+    /// chunks must be copied through slots instead.
     fn finish_zero_copy(
         &mut self,
         call: &Call,

@@ -1,12 +1,12 @@
 //! Who runs the calls of a group.
 //!
 //! Leading is a role: the right to the [`LeadState`], which has the queue. Who waits for a call takes the role if it is
-//! free, and runs the calls up to its own: that saves two thread switches, and other ranks do not notice. Else the group's
-//! thread leads. What comes after the own call of a caller, and what the ranks disagree about, is for the thread.
+//! free, and runs the calls up to its own: that saves two thread switches, and other ranks do not notice. Else the
+//! group's thread leads. What comes after the own call of a caller, and what the ranks disagree about, is for the
+//! thread.
 //!
-//! Nothing is lost between the two: a caller that cannot lead, or leaves something, wakes the thread; the thread waits for
-//! the role, and then looks again.
-//! Thread rule: any thread may use a [`Lead`].
+//! Nothing is lost between the two: a caller that cannot lead, or leaves something, wakes the thread; the thread waits
+//! for the role, and then looks again. Thread rule: any thread may use a [`Lead`].
 
 use std::mem;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
@@ -16,7 +16,7 @@ use super::held::HeldCall;
 use super::queue::{Ended, Queue, QueueItem};
 use super::record::Record;
 use super::run_calls::LeadState;
-use super::small_calls::{CallWords, SmallCall, SmallCallInput};
+use super::small_calls::{CallWords, SmallCallInput, StartedCall};
 use super::state::GroupState;
 use super::thread::{GroupThread, ThreadSettings};
 use super::work::Work;
@@ -39,7 +39,8 @@ pub(super) struct Leading<'a> {
     state: MutexGuard<'a, LeadState>,
 }
 
-/// A small call that was started: it has completed, or this rank has posted the input of the cached call of this number.
+/// A small call that was started: it has completed, or this rank has posted the input of the cached call of this
+/// number.
 pub(super) type StartedSmall = Option<(usize, PostedCall)>;
 
 impl Lead {
@@ -155,8 +156,8 @@ impl Lead {
         }
     }
 
-    /// Completes the call `number` that it holds, if the other ranks post the same call within a short spin; returns whether
-    /// it has.
+    /// Completes the call `number` that it holds, if the other ranks post the same call within a short spin; returns
+    /// whether it has.
     pub fn complete_held(&self, number: u64) -> bool {
         let Some(Leading { mut state, .. }) = self.try_lead() else { return false };
         state.worker.channel.set_waiter(Waiter::Caller);
@@ -169,8 +170,8 @@ impl Lead {
         done.map(|done| done(Ok(()))).is_some()
     }
 
-    /// Whether it may hold a call; that of this `number`, if given. Does not wait: who leads may wait for other ranks, and
-    /// they for what this thread does next.
+    /// Whether it may hold a call; that of this `number`, if given. Does not wait: who leads may wait for other ranks,
+    /// and they for what this thread does next.
     pub fn may_hold(&self, number: Option<u64>) -> bool {
         let Some(Leading { state, .. }) = self.try_lead() else { return true };
         state.held.as_ref().is_some_and(|held| number.is_none_or(|number| held.submission.number == number))
@@ -237,8 +238,8 @@ impl<'a> Leading<'a> {
         self.state.held.is_none() && self.state.queue.is_settled() && !self.lead.thread.has_items()
     }
 
-    /// Starts a small call, as [`super::small_calls::CachedCalls::start`]; `since` is its submission, if it is timed. `None`:
-    /// the fast path does not apply. An error has ended the group.
+    /// Starts a small call, as [`super::small_calls::CachedCalls::start`]; `since` is its submission, if it is timed.
+    /// `None`: the fast path does not apply. An error has ended the group.
     pub fn start_small<'v>(
         &mut self,
         words: Option<CallWords<'_>>,
@@ -253,11 +254,11 @@ impl<'a> Leading<'a> {
         let Worker { shared, channel, .. } = worker;
         let started = guard(|| {
             Ok(cached_calls.start(channel, words, input, spins).map(|started| match started {
-                SmallCall::Done(stats) => {
+                StartedCall::Done(stats) => {
                     shared.recorder.count_small(shared.recorder.number(), stats, shared.next_match_index(), since);
                     None
                 }
-                SmallCall::Pending(index, posted) => Some((index, posted)),
+                StartedCall::Pending(index, posted) => Some((index, posted)),
             }))
         });
         if let Err(error) = &started {

@@ -14,7 +14,7 @@ use super::unfinished::UnfinishedCalls;
 use super::work::{Role, Work};
 use super::worker::Worker;
 use crate::buffer::{Buffer, Tensor};
-use crate::collective::matching::{Age, FurtherCalls, Kind, PendingCall, PendingCalls, Reconciliation};
+use crate::collective::matching::{Age, FurtherCalls, PendingCall, PendingCalls, PendingKind, Reconciliation};
 use crate::collective::{Bounds, Call, Counts, MismatchEntry, Op};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -190,9 +190,9 @@ impl Worker {
             key: work.call.key(),
             by_name: work.call.is_by_name(),
             kind: match work.role {
-                Role::Join(_) => Kind::Join,
-                _ if work.call.takes_zeros() => Kind::TakesZeros,
-                _ => Kind::NeedsAll,
+                Role::Join(_) => PendingKind::Join,
+                _ if work.call.takes_zeros() => PendingKind::TakesZeros,
+                _ => PendingKind::NeedsAll,
             },
             age: match work.unmatched_since().elapsed() {
                 _ if matches!(work.role, Role::Join(_)) || work.call.is_by_name() => Age::New,

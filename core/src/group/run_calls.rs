@@ -50,8 +50,8 @@ impl LeadState {
         }
     }
 
-    /// Handles the next call; returns it when this thread's part of it has ended, unless it is finished. A caller leaves
-    /// what the ranks disagree about to the group's thread: deadlines of single calls hold there.
+    /// Handles the next call; returns it when this thread's part of it has ended, unless it is finished. A caller
+    /// leaves what the ranks disagree about to the group's thread: deadlines of single calls hold there.
     pub fn run_next(&mut self, leader: Waiter) -> Option<Ended> {
         self.worker.channel.set_waiter(leader);
         self.queue.drain();
@@ -119,8 +119,8 @@ impl LeadState {
         if leader == Waiter::Thread { self.reconcile() } else { None }
     }
 
-    /// Completes the held call of this `number` without a record, if the other ranks post the same call within a short spin.
-    /// Returns what it then calls.
+    /// Completes the held call of this `number` without a record, if the other ranks post the same call within a short
+    /// spin. Returns what it then calls.
     pub fn finish_held(&mut self, number: u64) -> Option<OnComplete> {
         let LeadState { worker, cached_calls, held, .. } = self;
         let Worker { shared, channel, .. } = worker;
@@ -169,8 +169,8 @@ impl LeadState {
         self.worker.reconcile(&mut self.queue, &mut self.unfinished, other_groups)
     }
 
-    /// Takes part in a round without a call: those of the queue, of which `oldest` is the oldest, lack their counterparts.
-    /// Reconciles when all ranks have come.
+    /// Takes part in a round without a call: those of the queue, of which `oldest` is the oldest, lack their
+    /// counterparts. Reconciles when all ranks have come.
     fn await_counterparts(&mut self, oldest: &Arc<Work>) -> Option<Ended> {
         match self.worker.await_counterparts(&mut self.queue, oldest) {
             Ok(()) => self.reconcile(),

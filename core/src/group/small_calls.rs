@@ -143,7 +143,7 @@ pub(super) struct CachedCalls {
 }
 
 /// The outcome of the fast path.
-pub(super) enum SmallCall<'a> {
+pub(super) enum StartedCall<'a> {
     /// Completed.
     Done(&'a SmallCallStats),
     /// This rank has posted the input of the cached call of this number. No call is cached before it has ended.
@@ -181,7 +181,7 @@ impl CachedCalls {
         words: Option<CallWords<'_>>,
         input: impl FnOnce() -> Option<SmallCallInput<'v>>,
         spins: u32,
-    ) -> Option<SmallCall<'_>> {
+    ) -> Option<StartedCall<'_>> {
         let expected = self.calls.get(self.last)?.next;
         let index = match words.and_then(|words| self.find_words(expected, words)) {
             Some((index, words)) => {
@@ -196,12 +196,13 @@ impl CachedCalls {
         *used = true;
         let posted = channel.try_post(call, plan, spins)?;
         Some(match channel.try_finish_posted(call, plan, &posted) {
-            true => SmallCall::Done(stats),
-            false => SmallCall::Pending(index, posted),
+            true => StartedCall::Done(stats),
+            false => StartedCall::Pending(index, posted),
         })
     }
 
-    /// Completes the cached call `index`, which this rank has posted, if all ranks post the same call within a short spin.
+    /// Completes the cached call `index`, which this rank has posted, if all ranks post the same call within a short
+    /// spin.
     pub fn finish(&mut self, channel: &mut Channel, index: usize, posted: &mut PostedCall) -> Option<&SmallCallStats> {
         let CachedCall { call, plan, stats, .. } = &mut self.calls[index];
         let has_ended = channel.spin_posted(posted) && channel.try_finish_posted(call, plan, posted);

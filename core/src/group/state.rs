@@ -195,8 +195,8 @@ impl GroupState {
         self.matched.load(Ordering::Relaxed)
     }
 
-    /// The work of a call of this rank, which is submitted now without an earlier `submission`. `thread`: the one that it
-    /// blocks, if any.
+    /// The work of a call of this rank, which is submitted now without an earlier `submission`. `thread`: the one that
+    /// it blocks, if any.
     pub fn work(
         &self,
         call: Call,

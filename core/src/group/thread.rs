@@ -143,8 +143,8 @@ impl<T> GroupThread<T> {
         item
     }
 
-    /// Only for the thread: waits until there is an item. False if none comes: then the body returns, and is run again for
-    /// the next item, unless the thread is closed.
+    /// Only for the thread: waits until there is an item. False if none comes: then the body returns, and is run again
+    /// for the next item, unless the thread is closed.
     pub fn wait(&self) -> bool {
         let mut state = self.lock();
         while state.items.is_empty() {

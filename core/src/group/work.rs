@@ -11,7 +11,7 @@ use super::lost::Loss;
 use super::record::Record;
 use super::recorder::Recorder;
 use crate::collective::device::HostCopy;
-use crate::collective::{Call, Counts, Plan};
+use crate::collective::{Call, ChunkPlan, Counts};
 use crate::deadline::{Deadline, SetBy};
 use crate::device::Device;
 use crate::error::{Error, Result, guard};
@@ -120,7 +120,7 @@ pub(super) struct Work {
     pub deadline: Deadline,
     pub warned: AtomicBool,
     /// Set after the first chunk.
-    plan: OnceLock<Plan>,
+    plan: OnceLock<ChunkPlan>,
     pub record: Arc<Record>,
     unmatched_since: Mutex<Option<Instant>>,
     /// Ranks that lacked it when the ranks compared their calls, if it matches by name.
@@ -277,13 +277,13 @@ impl Work {
     }
 
     /// Sets how the chunks after the first run; call it once, before other threads run them.
-    pub fn set_plan(&self, plan: Plan) {
+    pub fn set_plan(&self, plan: ChunkPlan) {
         // Only a matched call has a plan, and a call matches once.
         let _first = self.plan.set(plan);
     }
 
     /// How the chunks after the first run.
-    pub fn plan(&self) -> Plan {
+    pub fn plan(&self) -> ChunkPlan {
         self.plan.get().copied().unwrap_or_default()
     }
 

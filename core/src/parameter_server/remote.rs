@@ -43,7 +43,7 @@ enum What {
 
 /// A request for some elements of the shard of its receiver.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-struct Header {
+struct RequestHeader {
     what: What,
     tensor: usize,
     start: usize,
@@ -51,7 +51,7 @@ struct Header {
     answer: u32,
 }
 
-impl Header {
+impl RequestHeader {
     fn to_bytes(self) -> Result<[u8; HEADER_BYTES]> {
         let (mut bytes, encoded) = ([0; HEADER_BYTES], encode(&self)?);
         let room = bytes.get_mut(..encoded.len());
@@ -161,7 +161,7 @@ impl<'a> Exchange<'a> {
             }
             Action::Receive => What::Read,
         };
-        let header = Header { what, tensor, start: part.start, len: part.len(), answer: tag };
+        let header = RequestHeader { what, tensor, start: part.start, len: part.len(), answer: tag };
         let (mut header, mut applied) = (Box::new(header.to_bytes()?), Box::new([0]));
         let (mut sent, mut answered) = (Spans::default(), Spans::default());
         sent.add(header.as_mut_ptr(), HEADER_BYTES)?;
@@ -245,7 +245,7 @@ impl Inbox {
         unsafe { message(group, false, spans, options) }
     }
 
-    fn header(&self) -> Result<Header> {
+    fn header(&self) -> Result<RequestHeader> {
         let mut bytes = [0; HEADER_BYTES];
         // SAFETY: the memory has these bytes.
         unsafe { self.0.as_ptr().cast::<u8>().copy_to_nonoverlapping(bytes.as_mut_ptr(), HEADER_BYTES) };
@@ -282,10 +282,10 @@ fn handle(
     server: &ServerState,
     status: Status,
     inbox: &Inbox,
-    header: Header,
+    header: RequestHeader,
     answers: &mut VecDeque<Answer>,
 ) -> Result<()> {
-    let Header { what, tensor, start, len, answer } = header;
+    let RequestHeader { what, tensor, start, len, answer } = header;
     let malformed = || Error::Internal("a request to the parameter server is malformed".into());
     let stored = server.shards.layout().tensors().get(tensor).ok_or_else(malformed)?;
     let part = start..start.checked_add(len).ok_or_else(malformed)?;
@@ -335,7 +335,7 @@ fn handle(
 
 /// Ends the thread of this rank's own requests.
 pub(super) fn end(server: &ServerState) -> Result<()> {
-    let header = Header { what: What::End, tensor: 0, start: 0, len: 0, answer: 0 };
+    let header = RequestHeader { what: What::End, tensor: 0, start: 0, len: 0, answer: 0 };
     let mut bytes = header.to_bytes()?;
     let mut spans = Spans::default();
     spans.add(bytes.as_mut_ptr(), HEADER_BYTES)?;

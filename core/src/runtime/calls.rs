@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::collectives::{SmallCall, run_on_all};
+use super::collectives::{SmallCallOptions, run_on_all};
 use super::state::{CONTROL, check_fork, group_number, team, topology};
 use super::waits::interrupt;
 use crate::buffer::{Buffer, Tensor, View};
@@ -162,7 +162,7 @@ pub unsafe fn buffers_match(tensors: &[Tensor], verbose: bool) -> Result<bool> {
     let local: Vec<u64> = tensors.iter().map(hash).collect();
     let mut root_hashes = local.clone();
     let hashes = Buffer::in_place(root_hashes.as_mut_ptr().cast(), root_hashes.len(), DType::I64);
-    let call = SmallCall { name: &name, by_name: false, timeout: Timeout::GroupDefault };
+    let call = SmallCallOptions { name: &name, by_name: false, timeout: Timeout::GroupDefault };
     // SAFETY: this function owns the hashes.
     unsafe { run_on_all(Op::broadcast(0), &[View { buffer: hashes, shape: &[] }], call, None) }?;
     let differing: Vec<usize> = (0..local.len()).filter(|&index| local[index] != root_hashes[index]).collect();

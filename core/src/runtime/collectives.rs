@@ -22,39 +22,39 @@ const ADASUM: i32 = 9;
 
 /// What a call asks for, by the codes of `dl_comm.h`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Request {
+pub enum CollectiveRequest {
     /// One collective.
     Collective(Op),
     /// The allreduce by Adasum, a chain of collectives.
     Adasum,
 }
 
-impl Request {
+impl CollectiveRequest {
     /// Reads the codes of a collective and of its operator, the factors of a scaled operator, and the root. What the
     /// collective does not use is ignored.
     ///
     /// # Errors
     /// [`Error::Invalid`] for unknown codes and for a negative root.
     #[inline(always)]
-    pub fn from_codes(collective: i32, reduce: i32, (pre, post): (f64, f64), root: i32) -> Result<Request> {
+    pub fn from_codes(collective: i32, reduce: i32, (pre, post): (f64, f64), root: i32) -> Result<CollectiveRequest> {
         let (Ok(root), Some(known)) = (usize::try_from(root), ReduceOp::from_code(reduce)) else {
-            return Request::from_other_codes(collective, reduce, root);
+            return CollectiveRequest::from_other_codes(collective, reduce, root);
         };
-        Op::from_code(collective, known.with_factors(pre, post), root).map(Request::Collective)
+        Op::from_code(collective, known.with_factors(pre, post), root).map(CollectiveRequest::Collective)
     }
 
     /// As `from_codes`, for Adasum and codes that there are not.
     #[cold]
-    fn from_other_codes(collective: i32, reduce: i32, root: i32) -> Result<Request> {
+    fn from_other_codes(collective: i32, reduce: i32, root: i32) -> Result<CollectiveRequest> {
         let root = usize::try_from(root).map_err(|_| Error::Invalid(format!("root {root} is negative")))?;
         if reduce != ADASUM {
             return Err(Error::Invalid(format!("no operator has the code {reduce}")));
         }
         let op = Op::from_code(collective, ReduceOp::Sum, root)?;
         match op.collective.reduces {
-            true if op.is_allreduce() => Ok(Request::Adasum),
+            true if op.is_allreduce() => Ok(CollectiveRequest::Adasum),
             true => Err(Error::Invalid(format!("adasum is an operator of allreduce, not of {}", op.title()))),
-            false => Ok(Request::Collective(op)),
+            false => Ok(CollectiveRequest::Collective(op)),
         }
     }
 
@@ -64,11 +64,11 @@ impl Request {
     /// [`Error::Invalid`] for counts that the collective does not take.
     pub fn counts(self, send: Option<&[usize]>, receive: Option<&[usize]>) -> Result<Counts> {
         match self {
-            Request::Collective(op) => Counts::from_lists(op, send, receive),
-            Request::Adasum if send.is_some() || receive.is_some() => {
+            CollectiveRequest::Collective(op) => Counts::from_lists(op, send, receive),
+            CollectiveRequest::Adasum if send.is_some() || receive.is_some() => {
                 Err(Error::Invalid("adasum: takes no counts; it works on whole tensors".into()))
             }
-            Request::Adasum => Ok(Counts::Even),
+            CollectiveRequest::Adasum => Ok(Counts::Even),
         }
     }
 }
@@ -82,7 +82,7 @@ impl Request {
 /// As for [`Group::submit`], until the call has ended.
 pub unsafe fn start(
     group: &Arc<Group>,
-    request: Request,
+    request: CollectiveRequest,
     tensors: Vec<Tensor>,
     options: CallOptions,
     then: Option<OnComplete>,
@@ -139,7 +139,7 @@ pub type RaggedCall = (Op, Vec<RaggedTensor>, Allocate);
 /// As for [`start`].
 pub unsafe fn submit(
     group: &Arc<Group>,
-    request: Request,
+    request: CollectiveRequest,
     tensors: Vec<Tensor>,
     options: CallOptions,
     done: OnComplete,
@@ -147,8 +147,8 @@ pub unsafe fn submit(
     // SAFETY: the caller's promise.
     unsafe {
         match request {
-            Request::Collective(op) => group.submit(op, towers(op, tensors), options, done),
-            Request::Adasum => group::start_adasum(group, tensors, options, done),
+            CollectiveRequest::Collective(op) => group.submit(op, towers(op, tensors), options, done),
+            CollectiveRequest::Adasum => group::start_adasum(group, tensors, options, done),
         }
     }
 }
@@ -156,7 +156,7 @@ pub unsafe fn submit(
 /// What the fast path of small calls needs to know of a call. It takes calls on host memory with even blocks and without
 /// an instance.
 #[derive(Debug, Clone, Copy)]
-pub struct SmallCall<'a> {
+pub struct SmallCallOptions<'a> {
     /// As in [`CallOptions`].
     pub name: &'a str,
     /// As in [`CallOptions`].
@@ -210,12 +210,12 @@ pub unsafe fn try_start_small<'v>(
 /// As for [`Group::submit`].
 pub unsafe fn run(
     group: &Arc<Group>,
-    request: Request,
+    request: CollectiveRequest,
     views: &[View<'_>],
-    small: Option<SmallCall<'_>>,
+    small: Option<SmallCallOptions<'_>>,
     options: impl FnOnce() -> Result<CallOptions>,
 ) -> Result<()> {
-    if let (Some(SmallCall { name, by_name, timeout }), Request::Collective(op)) = (small, request) {
+    if let (Some(SmallCallOptions { name, by_name, timeout }), CollectiveRequest::Collective(op)) = (small, request) {
         // SAFETY: the caller's promise.
         let input = || Some(SmallCallInput { op, name, by_name, views });
         // SAFETY: the caller's promise.
@@ -227,7 +227,7 @@ pub unsafe fn run(
     check_fork()?;
     let options = CallOptions { caller_blocks: true, ..options()? };
     // The collectives of an Adasum are started one by the other, not by this thread.
-    let _blocked = (request == Request::Adasum).then(blocked);
+    let _blocked = (request == CollectiveRequest::Adasum).then(blocked);
     let tensors = views.iter().map(|view| view.to_tensor()).collect();
     // SAFETY: the caller's promise.
     wait_for_result(interrupt, |done| unsafe { submit(group, request, tensors, options, done) })
@@ -240,11 +240,11 @@ pub unsafe fn run(
 ///
 /// # Safety
 /// As for [`Group::submit`].
-pub unsafe fn run_on_all(op: Op, views: &[View<'_>], call: SmallCall<'_>, device: Option<Device>) -> Result<()> {
-    let (group, SmallCall { name, by_name, timeout }) = (group_of_team(CONTROL)?, call);
+pub unsafe fn run_on_all(op: Op, views: &[View<'_>], call: SmallCallOptions<'_>, device: Option<Device>) -> Result<()> {
+    let (group, SmallCallOptions { name, by_name, timeout }) = (group_of_team(CONTROL)?, call);
     let options = || Ok(CallOptions { name: name.to_owned(), by_name, timeout, device, ..CallOptions::default() });
     // SAFETY: the caller's promise.
-    unsafe { run(&group, Request::Collective(op), views, device.is_none().then_some(call), options) }
+    unsafe { run(&group, CollectiveRequest::Collective(op), views, device.is_none().then_some(call), options) }
 }
 
 /// Broadcasts the first tower of rank `root` to all towers of all ranks, and waits.
@@ -276,7 +276,7 @@ pub fn broadcast_from(root: i32) -> Result<Op> {
 /// As for [`run_on_all`].
 pub fn barrier(name: &str, timeout: Timeout) -> Result<()> {
     // SAFETY: a barrier has no tensors.
-    unsafe { run_on_all(Op::BARRIER, &[], SmallCall { name, by_name: false, timeout }, None) }
+    unsafe { run_on_all(Op::BARRIER, &[], SmallCallOptions { name, by_name: false, timeout }, None) }
 }
 
 /// Waits for a call that another function has started, as [`CallHandle::wait`].
@@ -325,7 +325,7 @@ pub fn join(group: Option<&Arc<Group>>, timeout: Timeout) -> Result<usize> {
     let buffer = Buffer::new(position.as_ptr().cast(), all.as_mut_ptr().cast(), position.len(), DType::I64);
     let (view, name) = (View { buffer, shape: &[] }, "join: the last rank");
     // SAFETY: the numbers are used by nobody else.
-    unsafe { run_on_all(Op::ALLGATHER, &[view], SmallCall { name, by_name: false, timeout }, None) }?;
+    unsafe { run_on_all(Op::ALLGATHER, &[view], SmallCallOptions { name, by_name: false, timeout }, None) }?;
     Ok(group::last(&all))
 }
 
@@ -367,18 +367,18 @@ mod tests {
 
     #[test]
     fn codes_give_requests() {
-        let request = |collective, reduce, root| Request::from_codes(collective, reduce, (2.0, 3.0), root);
-        assert_eq!(request(1, 1, 0), Ok(Request::Collective(Op::MEAN)));
-        assert_eq!(request(1, 9, 0), Ok(Request::Adasum));
+        let request = |collective, reduce, root| CollectiveRequest::from_codes(collective, reduce, (2.0, 3.0), root);
+        assert_eq!(request(1, 1, 0), Ok(CollectiveRequest::Collective(Op::MEAN)));
+        assert_eq!(request(1, 9, 0), Ok(CollectiveRequest::Adasum));
         assert_eq!(
             request(1, 8, 0),
-            Ok(Request::Collective(Op::allreduce(ReduceOp::ScaledSum { pre: 2.0, post: 3.0 })))
+            Ok(CollectiveRequest::Collective(Op::allreduce(ReduceOp::ScaledSum { pre: 2.0, post: 3.0 })))
         );
-        assert_eq!(request(2, 9, 1), Ok(Request::Collective(Op::broadcast(1))));
+        assert_eq!(request(2, 9, 1), Ok(CollectiveRequest::Collective(Op::broadcast(1))));
         assert!(matches!(request(8, 9, 0), Err(Error::Invalid(_))), "reduce-scatter by Adasum");
         for (collective, reduce, root) in [(0, 0, 0), (1, 14, 0), (1, -1, 0), (4, 0, -1)] {
             assert!(matches!(request(collective, reduce, root), Err(Error::Invalid(_))));
         }
-        assert!(Request::Adasum.counts(Some(&[1]), None).is_err());
+        assert!(CollectiveRequest::Adasum.counts(Some(&[1]), None).is_err());
     }
 }

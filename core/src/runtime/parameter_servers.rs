@@ -4,7 +4,7 @@
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::collectives::{Request, SmallCall, run};
+use super::collectives::{CollectiveRequest, SmallCallOptions, run};
 use super::group_creation::{GroupOptions, create_group_if};
 use super::point_to_point::prepare_messages;
 use crate::buffer::{Buffer, View};
@@ -117,9 +117,9 @@ fn all_gather(group: &std::sync::Arc<Group>, mine: u64, timeout: Timeout) -> Res
     unsafe {
         run(
             group,
-            Request::Collective(Op::ALLGATHER),
+            CollectiveRequest::Collective(Op::ALLGATHER),
             &[view],
-            Some(SmallCall { name, by_name: false, timeout }),
+            Some(SmallCallOptions { name, by_name: false, timeout }),
             options,
         )
     }?;

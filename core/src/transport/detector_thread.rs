@@ -53,7 +53,7 @@ pub struct MonitoredProcess {
 
 /// A message to the other hosts, as a line of JSON. `group` is the hash of a group's key.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-enum Message {
+enum DetectorMessage {
     /// Ranks of the job are lost.
     Lost { ranks: Vec<usize>, text: String },
     /// A group has failed.
@@ -79,7 +79,7 @@ pub(super) struct DetectorThread {
     peers: Vec<HostConnection>,
     processes: Vec<MonitoredProcess>,
     /// Messages already forwarded, with the time when they were seen last.
-    seen: HashMap<Message, Instant>,
+    seen: HashMap<DetectorMessage, Instant>,
     /// What other hosts have sent, by group. Applied in every check: the group may be made later on this host.
     received: HashMap<u64, (Vec<GroupEvent>, Instant)>,
     lost: Vec<(Vec<usize>, Error)>,
@@ -133,7 +133,7 @@ impl DetectorThread {
             if last {
                 let mut signal = [0; 1];
                 if self.stopped.read_exact(&mut signal).is_ok() && signal == SHUTDOWN {
-                    self.send(&Message::Shutdown);
+                    self.send(&DetectorMessage::Shutdown);
                 }
                 return;
             }
@@ -173,14 +173,15 @@ impl DetectorThread {
             let known = stalled.get(&group).map(|(round, _)| *round);
             match (control.stalled(), known) {
                 (Some(round), known) if known.is_none_or(|known| known != round && reached(round, known)) => {
-                    messages.push(Message::Stalled { group, round });
+                    messages.push(DetectorMessage::Stalled { group, round });
                 }
                 (own, Some(known)) if own != Some(known) => control.stall(known),
                 _ => {}
             }
             let departed = control.departed_ranks().into_iter();
-            messages.extend(departed.map(|(rank, round)| Message::Departed { group, rank, round }));
-            let failed = |error: Error| Message::Failed { group, code: error.code(), text: error.detail().to_owned() };
+            messages.extend(departed.map(|(rank, round)| DetectorMessage::Departed { group, rank, round }));
+            let failed =
+                |error: Error| DetectorMessage::Failed { group, code: error.code(), text: error.detail().to_owned() };
             messages.extend(control.failure().map(failed));
             control.all_departed()
         });
@@ -190,14 +191,14 @@ impl DetectorThread {
     }
 
     fn lost(&mut self, ranks: Vec<usize>, text: String) {
-        self.forward(Message::Lost { ranks: ranks.clone(), text: text.clone() });
+        self.forward(DetectorMessage::Lost { ranks: ranks.clone(), text: text.clone() });
         ranks.iter().for_each(|&rank| self.groups.add_lost(rank));
         self.lost.push((ranks, Error::PeerLost(text)));
     }
 
     /// Sends a message to the other hosts, once. Returns whether it was new.
-    fn forward(&mut self, message: Message) -> bool {
-        if let Message::Stalled { group, round } = message {
+    fn forward(&mut self, message: DetectorMessage) -> bool {
+        if let DetectorMessage::Stalled { group, round } = message {
             let known = self.stalled.get(&group).map(|(round, _)| *round);
             if known.is_some_and(|known| reached(known, round)) {
                 return false;
@@ -224,7 +225,7 @@ impl DetectorThread {
         }
     }
 
-    fn send(&mut self, message: &Message) {
+    fn send(&mut self, message: &DetectorMessage) {
         // Numbers and text are always valid JSON.
         let line = format!("{}\n", serde_json::to_string(message).unwrap_or_default());
         for peer in &mut self.peers {
@@ -249,7 +250,7 @@ impl DetectorThread {
             while let Some(end) = self.peers[index].partial.iter().position(|&byte| byte == b'\n') {
                 let line: Vec<u8> = self.peers[index].partial.drain(..=end).collect();
                 match serde_json::from_slice(&line) {
-                    Ok(Message::Shutdown) => return PeerEvent::Shutdown,
+                    Ok(DetectorMessage::Shutdown) => return PeerEvent::Shutdown,
                     Ok(message) => self.receive(message),
                     Err(_) => return PeerEvent::End,
                 }
@@ -261,19 +262,21 @@ impl DetectorThread {
     }
 
     /// Handles a message of another host. The next check applies it to the group.
-    fn receive(&mut self, message: Message) {
+    fn receive(&mut self, message: DetectorMessage) {
         let (group, event) = match &message {
-            Message::Lost { ranks, text } => {
+            DetectorMessage::Lost { ranks, text } => {
                 if !self.seen.contains_key(&message) {
                     self.lost(ranks.clone(), text.clone());
                 }
                 return;
             }
-            Message::Failed { group, code, text } => {
+            DetectorMessage::Failed { group, code, text } => {
                 (*group, GroupEvent::Failed(Error::from_code(*code, text.clone())))
             }
-            Message::Departed { group, rank, round } => (*group, GroupEvent::Departed { rank: *rank, round: *round }),
-            Message::Stalled { .. } | Message::Shutdown => {
+            DetectorMessage::Departed { group, rank, round } => {
+                (*group, GroupEvent::Departed { rank: *rank, round: *round })
+            }
+            DetectorMessage::Stalled { .. } | DetectorMessage::Shutdown => {
                 self.forward(message);
                 return;
             }

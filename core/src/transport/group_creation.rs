@@ -33,7 +33,7 @@ const FIRST_MEMBER_MARGIN: Duration = Duration::from_millis(500);
 
 /// A group to be created.
 #[derive(Clone, Copy)]
-struct Plan<'a> {
+struct CreationPlan<'a> {
     key: &'a GroupKey,
     members: &'a Members,
     topology: &'a Arc<Topology>,
@@ -60,7 +60,7 @@ impl Job {
         let key = GroupKey::new(name, members, generation);
         let (topology, names) = (self.topology_of(members), self.member_names(members));
         let what = format!("the creation of {}", key.name());
-        let plan = Plan { key: &key, members, topology: &topology, names: &names, config };
+        let plan = CreationPlan { key: &key, members, topology: &topology, names: &names, config };
         match members {
             Members::World { .. } => self.in_step(&what, |wait_ctx| {
                 let agree = |shape: &str, outcome: Result<Share>| {
@@ -135,12 +135,12 @@ impl Job {
     /// Creates the group once the members have agreed by `agree`, which combines what they have made for each other.
     fn create(
         &self,
-        plan: &Plan<'_>,
+        plan: &CreationPlan<'_>,
         ready: Result<()>,
         agree: impl FnOnce(&str, Result<Share>) -> Result<Share>,
         wait_ctx: &WaitContext<'_>,
     ) -> Result<GroupResources> {
-        let Plan { key, members, topology, names, config } = *plan;
+        let CreationPlan { key, members, topology, names, config } = *plan;
         let world = &self.ranks.topology;
         let window = window(topology.hosts());
         let ranks = topology.local_size();

@@ -26,7 +26,7 @@ const COLLECT_INTERVAL: Duration = Duration::from_millis(10);
 
 /// What a rank shows at the start of its arena.
 #[repr(C)]
-struct Header {
+struct DirectoryHeader {
     /// The offset of the first block of the directory; 0 for none.
     directory: AtomicU64,
     /// The number of lost ranks of the job, in the arena of the host's first rank.
@@ -36,7 +36,7 @@ struct Header {
 
 /// The lost ranks that are kept; more fail the same groups.
 const MAX_LOST: usize = 1000;
-const _: () = assert!(size_of::<Header>() <= 4096 && 4096 < HEADER_BYTES);
+const _: () = assert!(size_of::<DirectoryHeader>() <= 4096 && 4096 < HEADER_BYTES);
 
 /// A part of the directory of the groups whose control blocks this rank has made.
 #[repr(C)]
@@ -125,9 +125,9 @@ impl GroupMemory {
         &self.arenas
     }
 
-    fn header(&self, local_rank: usize) -> &Header {
+    fn header(&self, local_rank: usize) -> &DirectoryHeader {
         // SAFETY: the start of an arena is this header; valid when zero, and all fields are atomics.
-        unsafe { &*self.arenas.header(local_rank).cast::<Header>() }
+        unsafe { &*self.arenas.header(local_rank).cast::<DirectoryHeader>() }
     }
 
     /// Allocates memory. If there is none, waits until the ranks of the host have freed what ended groups have left.

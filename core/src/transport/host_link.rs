@@ -7,7 +7,7 @@ use crate::error::Result;
 
 /// A message of an exchange: a byte range of [`ExchangeBuffers`] to or from `host`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Message {
+pub struct HostMessage {
     /// The other host.
     pub host: usize,
     /// The bytes in the buffer. On reception the maximum; a message may be shorter.
@@ -39,7 +39,7 @@ pub trait HostLink: Send {
     ///
     /// # Errors
     /// A failure of the transport.
-    fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()>;
+    fn start(&mut self, exchange: usize, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()>;
 
     /// Moves the messages of all exchanges along, without waiting. `completed` gets the host of each message that has
     /// completed.

@@ -4,11 +4,11 @@
 //! begin -> Open -> Packed -> AllPacked -> Reduced -> AllReduced -> end
 //! ```
 //!
-//! While a round is [`Open`], this rank owns its slot: it packs, and posts what the others need to know of its call. Once it
-//! is [`Packed`], it waits for the others. When [`AllPacked`] exists, all of the host's ranks have posted: their slots and
-//! what they have posted may be read, and each shard owner reduces its slices. [`Reduced`]: this rank's slices are
-//! complete. [`AllReduced`]: all slices are; every rank takes the results, and ends the round. A round may also end once all
-//! have packed: if every rank takes what it needs from the slots, or if the calls differ.
+//! While a round is [`Open`], this rank owns its slot: it packs, and posts what the others need to know of its call.
+//! Once it is [`Packed`], it waits for the others. When [`AllPacked`] exists, all of the host's ranks have posted:
+//! their slots and what they have posted may be read, and each shard owner reduces its slices. [`Reduced`]: this rank's
+//! slices are complete. [`AllReduced`]: all slices are; every rank takes the results, and ends the round. A round may
+//! also end once all have packed: if every rank takes what it needs from the slots, or if the calls differ.
 //!
 //! The window of slots, the flags and their order are those of [`super::shm_channel`].
 //! Thread rule: used by one thread.
@@ -124,8 +124,8 @@ impl Rounds {
         }
     }
 
-    /// Begins the next round, once its slot is free. Also raises `Unpacked`: other ranks may need it before they can make
-    /// progress.
+    /// Begins the next round, once its slot is free. Also raises `Unpacked`: other ranks may need it before they can
+    /// make progress.
     ///
     /// # Errors
     /// Those of [`ShmChannel::wait`].
@@ -148,9 +148,9 @@ impl Rounds {
         Some(self.open(false))
     }
 
-    /// What must come before the next round: the last one that used its slot, apart from small ones. These need no wait: all
-    /// ranks have posted the last small round, so they have ended those before it; the round after it uses another slot,
-    /// since the last bits differ; and this round, the first of its call, ends before the second begins.
+    /// What must come before the next round: the last one that used its slot, apart from small ones. These need no
+    /// wait: all ranks have posted the last small round, so they have ended those before it; the round after it uses
+    /// another slot, since the last bits differ; and this round, the first of its call, ends before the second begins.
     pub fn awaited_slot(&self) -> Awaited {
         self.awaited_unpacked(self.shm.window())
     }
@@ -199,8 +199,8 @@ impl Rounds {
         self.shm.region().layout().ranks
     }
 
-    /// Addresses in the slots of all ranks, by local rank: of place `place`, which small calls do not have. The state of the
-    /// round says who may access them.
+    /// Addresses in the slots of all ranks, by local rank: of place `place`, which small calls do not have. The state
+    /// of the round says who may access them.
     pub fn slots(&self, state: impl InRound, place: usize) -> &[*mut u8] {
         let round = state.round();
         if round.is_small { self.shm.small_slots(round.number) } else { self.shm.slots_at(round.number, place) }
@@ -244,8 +244,8 @@ impl Open {
         Packed(self.0)
     }
 
-    /// As [`Open::pack`], for a small call. Then spins at most `spins` times for the other ranks; the second is `None` if
-    /// some rank has not packed.
+    /// As [`Open::pack`], for a small call. Then spins at most `spins` times for the other ranks; the second is `None`
+    /// if some rank has not packed.
     #[inline]
     pub fn pack_small(self, rounds: &Rounds, signature: u64, spins: u32) -> (Packed, Option<AllPacked>) {
         rounds.shm.post_signature(self.0.number, signature, SlotContent::Data);
@@ -311,7 +311,8 @@ impl AllPacked {
         Reduced(self.0)
     }
 
-    /// As [`AllPacked::post_reduced`], with what this rank has found: if all calls are equal, how many of the next are, too.
+    /// As [`AllPacked::post_reduced`], with what this rank has found: if all calls are equal, how many of the next are,
+    /// too.
     pub fn post_agreed(self, rounds: &Rounds, agreed: Option<usize>) -> Reduced {
         rounds.shm.agree(self.0.number, agreed);
         self.post_reduced(rounds)

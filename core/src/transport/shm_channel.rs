@@ -1,13 +1,13 @@
 //! The channels of a group on one host: per channel and rank, three flags with payloads and a *window* of slots of data,
 //! used in turn.
 //!
-//! A channel works in rounds, numbered equally on all ranks ([`super::round`]); [`super::rounds`] has their states as types.
-//! In a round every rank packs its data into its slot and raises `Packed`. The shard owners reduce their slices and raise
-//! `Reduced`. Every rank unpacks the results and raises `Unpacked`. With a window of w slots, round s uses slot s mod w. So a
-//! rank may pack round s only when all ranks have unpacked round s - w.
-//! Ownership: a rank owns its slot from its own `Unpacked` of round s - w to its `Packed` of round s. From all `Packed`
-//! to all `Reduced`, the owner of shard l owns slice l of all slots. Then all slots are read-only until `Unpacked`.
-//! Thread rule: each channel is used by one thread.
+//! A channel works in rounds, numbered equally on all ranks ([`super::counter`]); [`super::rounds`] has their states as
+//! types. In a round every rank packs its data into its slot and raises `Packed`. The shard owners reduce their slices
+//! and raise `Reduced`. Every rank unpacks the results and raises `Unpacked`. With a window of w slots, round s uses
+//! slot s mod w. So a rank may pack round s only when all ranks have unpacked round s - w. Ownership: a rank owns its
+//! slot from its own `Unpacked` of round s - w to its `Packed` of round s. From all `Packed` to all `Reduced`, the
+//! owner of shard l owns slice l of all slots. Then all slots are read-only until `Unpacked`. Thread rule: each channel
+//! is used by one thread.
 
 use std::array;
 use std::cell::{Cell, OnceCell};
@@ -165,8 +165,8 @@ impl ShmChannel {
         Ok(())
     }
 
-    /// The slots of round `round` of a small call, of which two are under way at most: the first two of the window, so that
-    /// they stay in the nearest caches.
+    /// The slots of round `round` of a small call, of which two are under way at most: the first two of the window, so
+    /// that they stay in the nearest caches.
     pub(super) fn small_slots(&self, round: u32) -> &[*mut u8] {
         self.slots_at(round % SMALL_WINDOW, 0)
     }
@@ -224,8 +224,8 @@ impl ShmChannel {
         self.flag(self.region.me, phase).raise(round);
     }
 
-    /// In a round of a small call: raises this rank's `Packed`, spins as [`ShmChannel::spin_small`], then wakes sleepers.
-    /// Returns whether all ranks have raised the flag.
+    /// In a round of a small call: raises this rank's `Packed`, spins as [`ShmChannel::spin_small`], then wakes
+    /// sleepers. Returns whether all ranks have raised the flag.
     pub(super) fn post_and_spin(&self, round: u32, spins: u32) -> bool {
         let own_flag = self.flag(self.region.me, Phase::Packed);
         own_flag.raise_no_wake(round);
@@ -234,9 +234,9 @@ impl ShmChannel {
         all
     }
 
-    /// In a round of a small call: spins until all ranks of the host have raised `Packed` or the spins, at most `spins`, are
-    /// used up; returns whether they have. The start of a slot comes with the flag of its rank: in two steps it took 0.05 of
-    /// 0.6 µs between processors that share no cache.
+    /// In a round of a small call: spins until all ranks of the host have raised `Packed` or the spins, at most
+    /// `spins`, are used up; returns whether they have. The start of a slot comes with the flag of its rank: in two
+    /// steps it took 0.05 of 0.6 µs between processors that share no cache.
     #[inline]
     pub(super) fn spin_small(&self, round: u32, spins: u32) -> bool {
         let slots = self.small_slots(round);
@@ -284,7 +284,8 @@ impl ShmChannel {
         (0..ranks).all(|rank| self.flag(rank, phase).reached(round))
     }
 
-    /// The first of the first `ranks` local ranks that has not reached round `round` in `phase`, as its rank in the group.
+    /// The first of the first `ranks` local ranks that has not reached round `round` in `phase`, as its rank in the
+    /// group.
     pub(super) fn first_pending(&self, phase: Phase, round: u32, ranks: usize) -> Option<usize> {
         (0..ranks).find(|&rank| !self.flag(rank, phase).reached(round)).map(|rank| self.region.peers[rank].rank)
     }

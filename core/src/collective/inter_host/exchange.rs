@@ -5,8 +5,8 @@ use std::ptr;
 
 use super::cost;
 use super::handshake_state::{HandshakeState, HostCalls, Payload};
-use super::header::{self, Header};
-use super::stage::{Next, Stage};
+use super::header::{self, SliceHeader};
+use super::stage::{ExchangeStage, Next};
 use super::tree::ReductionTree;
 use crate::collective::algorithm::{Algorithm, AlgorithmSetting};
 use crate::collective::call::Call;
@@ -21,7 +21,7 @@ use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
 use crate::transport::memory::Aligned;
 use crate::transport::{
-    HostLink, MAX_EXCHANGES, Message, NETWORK_WINDOW, NetworkModel, WaitContext, finish_exchange, sync,
+    HostLink, HostMessage, MAX_EXCHANGES, NETWORK_WINDOW, NetworkModel, WaitContext, finish_exchange, sync,
 };
 use crate::wire_layout::{DtypeRun, HEADER};
 
@@ -43,7 +43,7 @@ pub(crate) struct InterHost {
 #[derive(Debug)]
 pub(in crate::collective) struct InFlightSlice {
     algorithm: Algorithm,
-    stage: Stage,
+    stage: ExchangeStage,
     handshake: HandshakeState,
     /// Whether the local buffer has this host's partial sums.
     has_own: bool,
@@ -119,7 +119,7 @@ impl InterHost {
             Algorithm::Pairwise | Algorithm::Ring => Payload::Empty,
         };
         let handshake = HandshakeState::new(payload, calls, slice.bytes.clone());
-        let mut in_flight = InFlightSlice { algorithm, stage: Stage::Fold, handshake, has_own: false };
+        let mut in_flight = InFlightSlice { algorithm, stage: ExchangeStage::Fold, handshake, has_own: false };
         in_flight.stage = if matched && payload == Payload::Empty {
             exchange.start_data(&mut in_flight)?
         } else {
@@ -141,7 +141,7 @@ impl InterHost {
             let next = exchange.finish_stage(in_flight)?;
             exchange.timer.end(Activity::Reduce);
             in_flight.stage = match next {
-                Next::Stage(stage) => stage,
+                Next::ExchangeStage(stage) => stage,
                 Next::StartData => exchange.start_data(in_flight)?,
                 Next::Done(agreed) => return Ok(Some(agreed)),
             };
@@ -198,7 +198,7 @@ pub(super) struct SliceExchange<'a> {
 
 impl SliceExchange<'_> {
     /// Sends the first messages of a pairwise or ring exchange.
-    fn start_data(&mut self, in_flight: &mut InFlightSlice) -> Result<Stage> {
+    fn start_data(&mut self, in_flight: &mut InFlightSlice) -> Result<ExchangeStage> {
         let InFlightSlice { algorithm, has_own, .. } = in_flight;
         match (algorithm, self.slice.call.op.pattern()) {
             (Algorithm::Ring, _) => self.start_ring(has_own),
@@ -212,14 +212,14 @@ impl SliceExchange<'_> {
     fn finish_stage(&mut self, in_flight: &mut InFlightSlice) -> Result<Next> {
         let InFlightSlice { stage, handshake, has_own, .. } = in_flight;
         match *stage {
-            Stage::Fold => self.finish_fold(handshake),
-            Stage::Round(round) => self.finish_round(round, handshake),
-            Stage::Unfold(round) => self.finish_unfold(round, handshake),
-            Stage::FoldResult => self.finish_fold_result(handshake),
-            Stage::Scatter => self.finish_scatter(*has_own),
-            Stage::Gather => self.finish_gather(),
-            Stage::Blocks => self.finish_blocks(),
-            Stage::Ring(round) => self.finish_ring(round, has_own),
+            ExchangeStage::Fold => self.finish_fold(handshake),
+            ExchangeStage::Round(round) => self.finish_round(round, handshake),
+            ExchangeStage::Unfold(round) => self.finish_unfold(round, handshake),
+            ExchangeStage::FoldResult => self.finish_fold_result(handshake),
+            ExchangeStage::Scatter => self.finish_scatter(*has_own),
+            ExchangeStage::Gather => self.finish_gather(),
+            ExchangeStage::Blocks => self.finish_blocks(),
+            ExchangeStage::Ring(round) => self.finish_ring(round, has_own),
         }
     }
 
@@ -247,19 +247,19 @@ impl SliceExchange<'_> {
         self.slice.shard.shard
     }
 
-    pub fn header(&self, kind: u32, agreed: bool, has_data: bool) -> Header {
+    pub fn header(&self, kind: u32, agreed: bool, has_data: bool) -> SliceHeader {
         let (signature, round) = (self.slice.call.signature, self.slice.round);
-        Header { signature, round, message_kind: kind, agreed, has_data, lookahead: Lookahead::default() }
+        SliceHeader { signature, round, message_kind: kind, agreed, has_data, lookahead: Lookahead::default() }
     }
 
     /// Reads the header of the message at `at` in the receive buffer.
-    pub fn read_header(&mut self, at: usize, kind: u32) -> Result<Header> {
+    pub fn read_header(&mut self, at: usize, kind: u32) -> Result<SliceHeader> {
         let message = &self.link.buffers(self.exchange_index).recv[at..];
-        Header::read(message, self.slice.round, kind, self.slice.call)
+        SliceHeader::read(message, self.slice.round, kind, self.slice.call)
     }
 
     /// The data of the message at `at` in the receive buffer.
-    pub fn data(&mut self, at: usize, header: &Header) -> Partial {
+    pub fn data(&mut self, at: usize, header: &SliceHeader) -> Partial {
         let message = &self.link.buffers(self.exchange_index).recv[at..];
         header.has_data.then(|| message[HEADER..].as_ptr())
     }
@@ -363,7 +363,7 @@ impl SliceExchange<'_> {
         0..self.link.buffers(self.exchange_index).recv.len()
     }
 
-    pub fn start(&mut self, sends: &[Message], receives: &[Message]) -> Result<()> {
+    pub fn start(&mut self, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()> {
         self.timer.end(Activity::Reduce);
         self.wait_ctx.log().messages(sends.len(), sends.iter().map(|message| message.bytes.len()).sum());
         self.link.start(self.exchange_index, sends, receives)

@@ -8,15 +8,15 @@ use std::ops::Range;
 
 use super::exchange::SliceExchange;
 use super::handshake_state::{HandshakeState, HostCalls, Payload};
-use super::header::Header;
-use super::stage::{Next, Stage};
+use super::header::SliceHeader;
+use super::stage::{ExchangeStage, Next};
 use super::tree::Role;
 use crate::collective::partials::Partial;
 use crate::error::Result;
-use crate::transport::Message;
+use crate::transport::HostMessage;
 use crate::wire_layout::{HEADER, slice};
 
-/// Message kinds: a folded host's data, the rounds, the reverse rounds, and the result for the folded host.
+/// HostMessage kinds: a folded host's data, the rounds, the reverse rounds, and the result for the folded host.
 const FOLD: u32 = 0;
 const ROUND: u32 = 1;
 const UNFOLD: u32 = 100;
@@ -24,7 +24,7 @@ const RESULT: u32 = 200;
 
 impl SliceExchange<'_> {
     /// Sends this host's first message, unless it must receive one first.
-    pub fn start_handshake(&mut self, state: &mut HandshakeState) -> Result<Stage> {
+    pub fn start_handshake(&mut self, state: &mut HandshakeState) -> Result<ExchangeStage> {
         // A folded host sends all of its data.
         let halves = state.payload == Payload::Halves && !matches!(self.tree.role, Role::FoldedInto(_));
         state.at = if halves { 0 } else { HEADER };
@@ -38,12 +38,15 @@ impl SliceExchange<'_> {
         match self.tree.role {
             Role::FoldedInto(to) => {
                 let message = self.write_header(FOLD, state, state.range.clone());
-                self.start(&[Message { host: to, bytes: message }], &[Message { host: to, bytes: recv_range }])?;
-                Ok(Stage::FoldResult)
+                self.start(
+                    &[HostMessage { host: to, bytes: message }],
+                    &[HostMessage { host: to, bytes: recv_range }],
+                )?;
+                Ok(ExchangeStage::FoldResult)
             }
             Role::FoldsIn(from) => {
-                self.start(&[], &[Message { host: from, bytes: recv_range }])?;
-                Ok(Stage::Fold)
+                self.start(&[], &[HostMessage { host: from, bytes: recv_range }])?;
+                Ok(ExchangeStage::Fold)
             }
             Role::Core => self.start_round(0, state),
         }
@@ -53,7 +56,7 @@ impl SliceExchange<'_> {
     pub fn finish_fold(&mut self, state: &mut HandshakeState) -> Result<Next> {
         let first = matches!(self.tree.role, Role::FoldsIn(other) if self.host() < other);
         self.add_received(FOLD, first, false, state)?;
-        self.start_round(0, state).map(Next::Stage)
+        self.start_round(0, state).map(Next::ExchangeStage)
     }
 
     /// Adds the data of the partner of `round`. After the last round every host knows whether all calls match.
@@ -62,9 +65,9 @@ impl SliceExchange<'_> {
         let is_last = round + 1 == self.tree.rounds();
         self.add_received(ROUND + round_kind(round), first, is_last, state)?;
         if !is_last {
-            self.start_round(round + 1, state).map(Next::Stage)
+            self.start_round(round + 1, state).map(Next::ExchangeStage)
         } else if state.has_payload() && state.payload == Payload::Halves {
-            self.start_unfold(round).map(Next::Stage)
+            self.start_unfold(round).map(Next::ExchangeStage)
         } else {
             self.end_rounds(state)
         }
@@ -78,8 +81,8 @@ impl SliceExchange<'_> {
             false => HEADER,
         };
         self.write_header(RESULT, state, 0..0);
-        self.start(&[Message { host: from, bytes: 0..end }], &[])?;
-        Ok(Next::Stage(Stage::FoldResult))
+        self.start(&[HostMessage { host: from, bytes: 0..end }], &[])?;
+        Ok(Next::ExchangeStage(ExchangeStage::FoldResult))
     }
 
     /// Receives the result on a folded host; on the other its message has gone.
@@ -96,13 +99,13 @@ impl SliceExchange<'_> {
     }
 
     /// A reverse round: sends what this host had completed before `round`, for the other half.
-    fn start_unfold(&mut self, round: usize) -> Result<Stage> {
+    fn start_unfold(&mut self, round: usize) -> Result<ExchangeStage> {
         let (host, first) = self.tree.partner(round);
         let (own, received) = halves(&self.range_before(round), first);
         let message = self.pack_result(0, own, UNFOLD + round_kind(round));
         let recv_range = 0..HEADER + received.len();
-        self.start(&[Message { host, bytes: message }], &[Message { host, bytes: recv_range }])?;
-        Ok(Stage::Unfold(round))
+        self.start(&[HostMessage { host, bytes: message }], &[HostMessage { host, bytes: recv_range }])?;
+        Ok(ExchangeStage::Unfold(round))
     }
 
     /// Takes the other half of the range that this host had before `round`.
@@ -111,7 +114,7 @@ impl SliceExchange<'_> {
         let (_, received) = halves(&self.range_before(round), first);
         self.unpack_result(0, received, UNFOLD + round_kind(round))?;
         match round.checked_sub(1) {
-            Some(before) => self.start_unfold(before).map(Next::Stage),
+            Some(before) => self.start_unfold(before).map(Next::ExchangeStage),
             None => self.end_rounds(state),
         }
     }
@@ -122,7 +125,7 @@ impl SliceExchange<'_> {
     }
 
     /// Sends data to the partner of `round`: all of it, or one half, and then keeps the other half.
-    fn start_round(&mut self, round: usize, state: &mut HandshakeState) -> Result<Stage> {
+    fn start_round(&mut self, round: usize, state: &mut HandshakeState) -> Result<ExchangeStage> {
         let (host, first) = self.tree.partner(round);
         let mut sent = state.range.clone();
         if state.payload == Payload::Halves {
@@ -139,14 +142,15 @@ impl SliceExchange<'_> {
         }
         let message = self.write_header(ROUND + round_kind(round), state, sent);
         let recv_range = self.recv_buffer();
-        self.start(&[Message { host, bytes: message }], &[Message { host, bytes: recv_range }])?;
-        Ok(Stage::Round(round))
+        self.start(&[HostMessage { host, bytes: message }], &[HostMessage { host, bytes: recv_range }])?;
+        Ok(ExchangeStage::Round(round))
     }
 
     /// Writes the header of a message whose data, the range `sent`, is already in the buffer or absent.
     fn write_header(&mut self, kind: u32, state: &HandshakeState, sent: Range<usize>) -> Range<usize> {
         let has_data = state.has_payload() && state.has_data;
-        let header = Header { lookahead: state.calls.lookahead, ..self.header(kind, state.calls.agreed, has_data) };
+        let header =
+            SliceHeader { lookahead: state.calls.lookahead, ..self.header(kind, state.calls.agreed, has_data) };
         header.write(self.link.buffers(self.exchange_index).send);
         0..HEADER + if has_data { self.partial_bytes(sent) } else { 0 }
     }

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::wire_layout::HEADER;
 
 /// The header; it takes [`crate::wire_layout::HEADER`] bytes.
-pub(super) struct Header {
+pub(super) struct SliceHeader {
     /// Signature of the sender's call.
     pub signature: u64,
     /// Number of the round.
@@ -28,7 +28,7 @@ const LOOKAHEAD: usize = 24;
 
 const _: () = assert!(LOOKAHEAD + size_of::<Lookahead>() <= HEADER);
 
-impl Header {
+impl SliceHeader {
     /// Whether the sender has `call`, as have all that it has heard of.
     pub fn agrees_with(&self, call: &Call) -> bool {
         self.agreed && self.signature == call.signature
@@ -46,7 +46,7 @@ impl Header {
     }
 
     /// Reads the header of a message, which must be of this round and kind.
-    pub fn read(message: &[u8], round: u32, kind: u32, call: &Call) -> Result<Header> {
+    pub fn read(message: &[u8], round: u32, kind: u32, call: &Call) -> Result<SliceHeader> {
         if message[8..12] != round.to_le_bytes() || message[12..16] != kind.to_le_bytes() {
             return Err(Error::Internal(format!("a message of another round arrived in {}", call.full_name())));
         }
@@ -55,7 +55,7 @@ impl Header {
             bytes.copy_from_slice(&message[at..at + 8]);
             u64::from_le_bytes(bytes)
         };
-        Ok(Header {
+        Ok(SliceHeader {
             signature: word(0),
             round,
             message_kind: kind,

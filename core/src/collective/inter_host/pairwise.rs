@@ -6,12 +6,12 @@ use std::ops::Range;
 use std::ptr;
 
 use super::exchange::SliceExchange;
-use super::stage::{Next, Stage};
+use super::stage::{ExchangeStage, Next};
 use crate::collective::blocks::{received, scattered};
 use crate::collective::operation::{Pattern, Root};
 use crate::collective::partials::Partial;
 use crate::error::Result;
-use crate::transport::Message;
+use crate::transport::HostMessage;
 use crate::wire_layout::{ALIGN, HEADER};
 
 const SCATTER: u32 = 1;
@@ -20,25 +20,25 @@ const BLOCKS: u32 = 3;
 
 impl SliceExchange<'_> {
     /// Receive ranges for a message from each of `hosts`, with this many bytes of data.
-    fn recv_ranges(hosts: impl Iterator<Item = usize>, len: impl Fn(usize) -> usize) -> Vec<Message> {
+    fn recv_ranges(hosts: impl Iterator<Item = usize>, len: impl Fn(usize) -> usize) -> Vec<HostMessage> {
         let mut at = 0;
         let next = |host| {
             let bytes = at..at + HEADER + len(host);
             at = bytes.end.next_multiple_of(ALIGN);
-            Message { host, bytes }
+            HostMessage { host, bytes }
         };
         hosts.map(next).collect()
     }
 
     /// The messages of the scatter phase: each host sends parts of this host's piece.
-    fn scatter_receives(&self) -> Vec<Message> {
+    fn scatter_receives(&self) -> Vec<HostMessage> {
         let len = self.partial_bytes(self.piece(self.host()));
         Self::recv_ranges(self.other_hosts(), |_| len)
     }
 
     /// The messages of the gather phase: each host sends its completed piece, to the root's host only if there is a
     /// root.
-    fn gather_receives(&self) -> Vec<Message> {
+    fn gather_receives(&self) -> Vec<HostMessage> {
         let hosts = self.other_hosts().filter(|_| self.is_target(self.host()));
         Self::recv_ranges(hosts, |host| self.result_bytes(self.piece(host)))
     }
@@ -51,7 +51,7 @@ impl SliceExchange<'_> {
     }
 
     /// The messages of an exchange of blocks, from the shard's ranks on each host to all ranks of this host.
-    fn block_receives(&self) -> Vec<Message> {
+    fn block_receives(&self) -> Vec<HostMessage> {
         let len = |host| self.blocks(host, self.host()).count() * self.slice.block_len;
         Self::recv_ranges(self.other_hosts(), len)
     }
@@ -66,19 +66,19 @@ impl SliceExchange<'_> {
     }
 
     /// Sends parts of their pieces to all other hosts.
-    pub fn start_scatter(&mut self, has_own: &mut bool) -> Result<Stage> {
+    pub fn start_scatter(&mut self, has_own: &mut bool) -> Result<ExchangeStage> {
         let mut sends = Vec::with_capacity(self.hosts());
         let mut at = 0;
         for host in self.other_hosts() {
             let bytes = self.pack_partial(at, self.piece(host), SCATTER)?;
             at = bytes.end.next_multiple_of(ALIGN);
-            sends.push(Message { host, bytes });
+            sends.push(HostMessage { host, bytes });
         }
         let receives = self.scatter_receives();
         self.start(&sends, &receives)?;
         // Overlaps with the messages in flight.
         *has_own = self.contribute_to_local_buffer(self.piece(self.host()))?;
-        Ok(Stage::Scatter)
+        Ok(ExchangeStage::Scatter)
     }
 
     /// Completes this host's piece from the parts of all hosts.
@@ -107,19 +107,19 @@ impl SliceExchange<'_> {
             }
         }
         match slice.call.op.pattern() {
-            Pattern::Line => self.start_gather().map(Next::Stage),
+            Pattern::Line => self.start_gather().map(Next::ExchangeStage),
             _ => Ok(Next::Done(true)),
         }
     }
 
     /// Sends this host's completed piece.
-    pub fn start_gather(&mut self) -> Result<Stage> {
+    pub fn start_gather(&mut self) -> Result<ExchangeStage> {
         let message = self.pack_result(0, self.piece(self.host()), GATHER);
         let targets = self.other_hosts().filter(|&host| self.is_target(host));
-        let sends: Vec<Message> = targets.map(|host| Message { host, bytes: message.clone() }).collect();
+        let sends: Vec<HostMessage> = targets.map(|host| HostMessage { host, bytes: message.clone() }).collect();
         let receives = self.gather_receives();
         self.start(&sends, &receives)?;
-        Ok(Stage::Gather)
+        Ok(ExchangeStage::Gather)
     }
 
     /// Takes the completed pieces of the other hosts.
@@ -131,17 +131,17 @@ impl SliceExchange<'_> {
     }
 
     /// Sends the blocks for the ranks of all other hosts.
-    pub fn start_blocks(&mut self) -> Result<Stage> {
+    pub fn start_blocks(&mut self) -> Result<ExchangeStage> {
         let mut sends = Vec::with_capacity(self.hosts());
         let mut at = 0;
         for host in self.other_hosts() {
             let bytes = self.pack_block_message(at, host);
             at = bytes.end.next_multiple_of(ALIGN);
-            sends.push(Message { host, bytes });
+            sends.push(HostMessage { host, bytes });
         }
         let receives = self.block_receives();
         self.start(&sends, &receives)?;
-        Ok(Stage::Blocks)
+        Ok(ExchangeStage::Blocks)
     }
 
     /// Writes a message with the blocks for `host` at byte `at` of the send buffer.

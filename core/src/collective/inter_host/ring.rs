@@ -4,13 +4,13 @@
 use std::ops::Range;
 
 use super::exchange::SliceExchange;
-use super::stage::{Next, Stage};
+use super::stage::{ExchangeStage, Next};
 use crate::collective::partials::Partial;
 use crate::error::Result;
-use crate::transport::Message;
+use crate::transport::HostMessage;
 use crate::wire_layout::{HEADER, max_acc_bytes};
 
-/// Message kinds of the first n - 1 rounds start at 1, those of the other rounds here.
+/// HostMessage kinds of the first n - 1 rounds start at 1, those of the other rounds here.
 const ALLGATHER: u32 = 1 << 16;
 
 impl SliceExchange<'_> {
@@ -28,19 +28,19 @@ impl SliceExchange<'_> {
     }
 
     /// Sends this host's part of the first piece. The messages of round r are those of stage `Ring(r)`.
-    pub fn start_ring(&mut self, has_own: &mut bool) -> Result<Stage> {
+    pub fn start_ring(&mut self, has_own: &mut bool) -> Result<ExchangeStage> {
         let message = self.pack_partial(0, self.piece(self.ring_piece(0)), round_kind(0))?;
         self.send_next(message, self.ring_piece(1))?;
         // Overlaps with the message in flight.
         *has_own = self.contribute_to_local_buffer(self.piece(self.ring_piece(1)))?;
-        Ok(Stage::Ring(0))
+        Ok(ExchangeStage::Ring(0))
     }
 
     /// Sends a message to the next host and receives `piece` from the previous host.
     fn send_next(&mut self, bytes: Range<usize>, piece: usize) -> Result<()> {
         let recv_range = 0..HEADER + max_acc_bytes(self.piece(piece).len());
         let (next, previous) = (self.next(), self.previous());
-        self.start(&[Message { host: next, bytes }], &[Message { host: previous, bytes: recv_range }])
+        self.start(&[HostMessage { host: next, bytes }], &[HostMessage { host: previous, bytes: recv_range }])
     }
 
     /// In the first rounds, adds this host's part to the received piece and sends it on, until the piece is complete.
@@ -69,7 +69,7 @@ impl SliceExchange<'_> {
         let len = if has_data { self.partial_bytes(piece) } else { 0 };
         self.send_next(0..HEADER + len, self.ring_piece(round + 2))?;
         *has_own = self.contribute_to_local_buffer(self.piece(self.ring_piece(round + 2)))?;
-        Ok(Next::Stage(Stage::Ring(round + 1)))
+        Ok(Next::ExchangeStage(ExchangeStage::Ring(round + 1)))
     }
 
     /// Sends the completed piece of `round` to the next host.
@@ -77,7 +77,7 @@ impl SliceExchange<'_> {
         let kind = ALLGATHER + round_kind(round - (self.hosts() - 1));
         let message = self.pack_result(0, self.piece(self.ring_piece(round)), kind);
         self.send_next(message, self.ring_piece(round + 1))?;
-        Ok(Next::Stage(Stage::Ring(round)))
+        Ok(Next::ExchangeStage(ExchangeStage::Ring(round)))
     }
 }
 

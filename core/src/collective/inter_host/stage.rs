@@ -2,7 +2,7 @@
 
 /// What the messages in flight of a slice are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stage {
+pub(super) enum ExchangeStage {
     /// The data of the folded host.
     Fold,
     /// A round of the handshake.
@@ -25,7 +25,7 @@ pub(super) enum Stage {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Next {
     /// Messages of this stage are in flight.
-    Stage(Stage),
+    ExchangeStage(ExchangeStage),
     /// The hosts' calls match, and no data travelled with the handshake.
     StartData,
     /// The slice is complete, or the hosts' calls differ (false).

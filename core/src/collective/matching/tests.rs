@@ -14,7 +14,7 @@ fn list(calls: &[u64], settled: bool) -> PendingCalls {
         key: 0,
         by_name: false,
         age: Age::New,
-        kind: Kind::TakesZeros,
+        kind: PendingKind::TakesZeros,
         memory: 0,
         stays_behind: false,
     };
@@ -89,7 +89,7 @@ fn one_name_with_different_contents_fails_early() {
     let call = |signature, key| PendingCall {
         key,
         age: Age::Conflicting,
-        kind: Kind::NeedsAll,
+        kind: PendingKind::NeedsAll,
         ..list(&[signature], false).calls[0]
     };
     let mut lists = [
@@ -107,12 +107,12 @@ fn ranks_that_have_joined_contribute_zeros() {
         let calls = list.calls.into_iter().map(|call| PendingCall { kind, ..call }).collect();
         PendingCalls { calls, ..list }
     };
-    let join = || kind(list(&[7], true), Kind::Join);
+    let join = || kind(list(&[7], true), PendingKind::Join);
     assert_eq!(decide(&[list(&[1, 2], false), join(), list(&[2, 1], false)]), Reconciliation::StandIn(1));
     assert_eq!(decide(&[join(), join()]), Reconciliation::Run(vec![7]), "all have joined");
     assert!(waits(&[list(&[1], false), join(), list(&[], false)]), "a straggler");
-    assert!(waits(&[list(&[1], false), kind(list(&[3, 7], false), Kind::TakesZeros)]), "a call before its join");
-    let broadcast = kind(list(&[1], false), Kind::NeedsAll);
+    assert!(waits(&[list(&[1], false), kind(list(&[3, 7], false), PendingKind::TakesZeros)]), "a call before its join");
+    let broadcast = kind(list(&[1], false), PendingKind::NeedsAll);
     assert_eq!(decide(&[broadcast, join()]), Reconciliation::Fail(vec![Some(0), None]));
     let different = decide(&[list(&[1], true), list(&[2], true), join()]);
     assert_eq!(different, Reconciliation::Fail(vec![Some(0), Some(0), None]));
@@ -152,7 +152,7 @@ fn calls_stay_behind_those_whose_memory_they_share() {
     assert_eq!(after, run(&[3]), "the common call in front");
     let joined = {
         let mut list = list(&[7], true);
-        list.calls[0].kind = Kind::Join;
+        list.calls[0].kind = PendingKind::Join;
         list
     };
     assert_eq!(decide(&[list(&[2, 1], false), joined, behind(&[1, 2], 2)]), Reconciliation::StandIn(1));
@@ -278,7 +278,12 @@ fn scripts() -> impl Strategy<Value = Vec<Script>> {
 
 fn any_list() -> impl Strategy<Value = PendingCalls> {
     let age = prop::sample::select(vec![Age::New, Age::New, Age::New, Age::Conflicting, Age::Expired]);
-    let kind = prop::sample::select(vec![Kind::TakesZeros, Kind::TakesZeros, Kind::NeedsAll, Kind::Join]);
+    let kind = prop::sample::select(vec![
+        PendingKind::TakesZeros,
+        PendingKind::TakesZeros,
+        PendingKind::NeedsAll,
+        PendingKind::Join,
+    ]);
     let by_pairs = prop::sample::select(vec![0, 0, 0, 4, 5]);
     let memory = (any::<bool>(), 0u32..3, any::<bool>());
     let call = (0u64..6, by_pairs, 0u64..3, age, kind, memory).prop_map(

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 pub use self::header::HEADER_BYTES;
-use self::header::{Header, Kind};
+use self::header::{MessageHeader, MessageKind};
 pub use self::port::Hosts;
 use self::port::{Event, PART_BYTES, Part, Port, SHORT_BYTES};
 use super::incoming::Receive;
@@ -56,7 +56,7 @@ struct Peer {
     /// Announced messages.
     longs: Vec<(u64, Send)>,
     /// Parts of them that the receiver wants.
-    wants: VecDeque<Header>,
+    wants: VecDeque<MessageHeader>,
     incoming: Vec<Incoming>,
 }
 
@@ -67,8 +67,8 @@ impl Peer {
 }
 
 /// The header of a message.
-fn header_of(kind: Kind, Envelope { context, total, tag, types, .. }: Envelope) -> Header {
-    Header { types, context, total, tag, ..Header::new(kind) }
+fn header_of(kind: MessageKind, Envelope { context, total, tag, types, .. }: Envelope) -> MessageHeader {
+    MessageHeader { types, context, total, tag, ..MessageHeader::new(kind) }
 }
 
 /// A message to be matched, or the end of one.
@@ -139,7 +139,7 @@ impl Remote {
         }
     }
 
-    fn send_header(&mut self, to: usize, header: Header) {
+    fn send_header(&mut self, to: usize, header: MessageHeader) {
         if self.failure.is_some() {
             return;
         }
@@ -162,7 +162,7 @@ impl Remote {
         if from.len() > SHORT_BYTES || has_queue || self.gone(to).is_some() || !self.port.has_credit(to) {
             return Ok(false);
         }
-        let header = header_of(Kind::Data, envelope);
+        let header = header_of(MessageKind::Data, envelope);
         // SAFETY: the memory is valid, and a message has room for it.
         let sent = self.port.send(to, header, from.len(), |data| unsafe { from.read(0, from.len(), data) });
         sent.inspect_err(|error| self.failure = Some(error.clone())).map(|()| true)
@@ -179,7 +179,7 @@ impl Remote {
         while self.failure.is_none() && self.port.has_credit(to) {
             let Some(send) = self.peers.get_mut(&to).and_then(|peer| peer.queue.pop_front()) else { break };
             if send.from.len() <= SHORT_BYTES {
-                let header = header_of(Kind::Data, send.envelope);
+                let header = header_of(MessageKind::Data, send.envelope);
                 let (len, from) = (send.from.len(), &send.from);
                 // SAFETY: the caller of the send keeps its memory valid; a message has room for it.
                 let sent = self.port.send(to, header, len, |data| unsafe { from.read(0, len, data) });
@@ -188,7 +188,7 @@ impl Remote {
             } else {
                 self.last_id += 1;
                 let id = self.last_id;
-                self.send_header(to, Header { id, ..header_of(Kind::Long, send.envelope) });
+                self.send_header(to, MessageHeader { id, ..header_of(MessageKind::Long, send.envelope) });
                 if let Some(peer) = self.peers.get_mut(&to) {
                     peer.longs.push((id, send));
                 }
@@ -248,7 +248,7 @@ impl Remote {
 
     /// Drops a long message; its send succeeds.
     pub fn drop_long(&mut self, from: usize, id: u64) {
-        self.send_header(from, Header { id, ..Header::new(Kind::Done) });
+        self.send_header(from, MessageHeader { id, ..MessageHeader::new(MessageKind::Done) });
     }
 
     /// Looks at the network. Then [`Remote::handle`] finds what has come.
@@ -290,20 +290,26 @@ impl Remote {
         moved
     }
 
-    fn handle_message(&mut self, from: usize, header: Header, buffer: Aligned, done: &mut Finished) -> Option<Arrival> {
-        let Header { kind, types, tag, context, total, id, .. } = header;
+    fn handle_message(
+        &mut self,
+        from: usize,
+        header: MessageHeader,
+        buffer: Aligned,
+        done: &mut Finished,
+    ) -> Option<Arrival> {
+        let MessageHeader { kind, types, tag, context, total, id, .. } = header;
         let envelope = Envelope { context, total, tag, kind: 0, types };
-        if kind == Kind::Data {
+        if kind == MessageKind::Data {
             return Some(Arrival::Data(from, envelope, buffer));
         }
         self.give_back(buffer);
         match kind {
-            Kind::Long => return Some(Arrival::Long(from, envelope, id)),
-            Kind::Want => self.peers.entry(from).or_default().wants.push_back(header),
-            Kind::Done | Kind::Refused => {
+            MessageKind::Long => return Some(Arrival::Long(from, envelope, id)),
+            MessageKind::Want => self.peers.entry(from).or_default().wants.push_back(header),
+            MessageKind::Done | MessageKind::Refused => {
                 let longs = &mut self.peers.get_mut(&from)?.longs;
                 let (_, send) = longs.remove(longs.iter().position(|(other, _)| *other == id)?);
-                let result = if kind == Kind::Done {
+                let result = if kind == MessageKind::Done {
                     Ok(send.status)
                 } else {
                     let what = send.limits.describe("send", Some(send.envelope.tag), &format!("to rank {from}"));
@@ -311,7 +317,7 @@ impl Remote {
                 };
                 done.push((send.request, result));
             }
-            Kind::Aborted => {
+            MessageKind::Aborted => {
                 let incoming = self.peers.get_mut(&from).map(|peer| &mut peer.incoming);
                 let index = incoming.as_ref().and_then(|list| list.iter().position(|incoming| incoming.id == id));
                 let (Some(list), Some(index)) = (incoming, index) else {
@@ -320,7 +326,7 @@ impl Remote {
                 let error = Error::PeerLost("the sender gave up before all data was received".into());
                 done.push((list.remove(index).receive.request, Err(error)));
             }
-            Kind::Data | Kind::Credit | Kind::Departed => {}
+            MessageKind::Data | MessageKind::Credit | MessageKind::Departed => {}
         }
         None
     }
@@ -379,7 +385,7 @@ impl Remote {
                     None => peer.longs.push((id, send)),
                     Some(error) => {
                         let context = send.envelope.context;
-                        answers.push(Header { context, id, ..Header::new(Kind::Aborted) });
+                        answers.push(MessageHeader { context, id, ..MessageHeader::new(MessageKind::Aborted) });
                         finished.push((send.request, Err(error)));
                     }
                 }
@@ -388,7 +394,7 @@ impl Remote {
                 match receive_fails(rank, &incoming.receive, incoming.status) {
                     None => peer.incoming.push(incoming),
                     Some(error) => {
-                        answers.push(Header { id: incoming.id, ..Header::new(Kind::Refused) });
+                        answers.push(MessageHeader { id: incoming.id, ..MessageHeader::new(MessageKind::Refused) });
                         finished.push((incoming.receive.request, Err(error)));
                     }
                 }
@@ -402,7 +408,7 @@ impl Remote {
     pub fn greet(&mut self, ranks: &[usize]) {
         for &rank in ranks {
             if !self.port.knows(rank) {
-                self.send_header(rank, Header::new(Kind::Credit));
+                self.send_header(rank, MessageHeader::new(MessageKind::Credit));
             }
         }
     }

@@ -9,7 +9,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use super::header::{HEADER_BYTES, Header, Kind};
+use super::header::{HEADER_BYTES, MessageHeader, MessageKind};
 use crate::error::{Error, Result};
 use crate::transport::counter::START;
 use crate::transport::memory::Aligned;
@@ -37,7 +37,7 @@ struct Link {
     next: u32,
     expected: u32,
     /// Messages after the expected one.
-    early: BTreeMap<u32, (Header, Aligned)>,
+    early: BTreeMap<u32, (MessageHeader, Aligned)>,
     /// Messages to it that needed a credit, and how many it has taken.
     used: u32,
     acknowledged: u32,
@@ -86,7 +86,7 @@ pub struct Part {
 /// What has come.
 pub enum Event {
     /// A message from a rank. Its memory must be given back.
-    Message(usize, Header, Aligned),
+    Message(usize, MessageHeader, Aligned),
     /// A part, or nothing (length 0) if the sender gave up. As above.
     Part(Part, Aligned, usize),
     /// Memory for parts to be sent is free.
@@ -195,7 +195,7 @@ impl Port {
         let missing =
             |(&rank, link): (&usize, &Link)| (!link.departure_sent && self.lost(rank).is_none()).then_some(rank);
         for rank in self.links.iter().filter_map(missing).collect::<Vec<_>>() {
-            self.send_always(rank, Header::new(Kind::Departed), 0, |_| {})?;
+            self.send_always(rank, MessageHeader::new(MessageKind::Departed), 0, |_| {})?;
             self.links.entry(rank).or_default().departure_sent = true;
         }
         Ok(())
@@ -247,14 +247,15 @@ impl Port {
     ///
     /// # Errors
     /// A failure of the network.
-    pub fn send(&mut self, to: usize, header: Header, data: usize, fill: impl FnOnce(*mut u8)) -> Result<()> {
+    pub fn send(&mut self, to: usize, header: MessageHeader, data: usize, fill: impl FnOnce(*mut u8)) -> Result<()> {
         if self.is_gone(to) { Ok(()) } else { self.send_always(to, header, data, fill) }
     }
 
-    fn send_always(&mut self, to: usize, header: Header, data: usize, fill: impl FnOnce(*mut u8)) -> Result<()> {
+    fn send_always(&mut self, to: usize, header: MessageHeader, data: usize, fill: impl FnOnce(*mut u8)) -> Result<()> {
         let mut buffer = self.message_memory();
         let link = self.links.entry(to).or_default();
-        Header { sequence: link.next, taken: link.taken, ..header }.write(&mut buffer.as_mut_slice()[..HEADER_BYTES]);
+        MessageHeader { sequence: link.next, taken: link.taken, ..header }
+            .write(&mut buffer.as_mut_slice()[..HEADER_BYTES]);
         fill(buffer.as_ptr().wrapping_add(HEADER_BYTES));
         link.next = link.next.wrapping_add(1);
         link.reported = link.taken;
@@ -309,7 +310,13 @@ impl Port {
         let tag = slot as u32;
         self.send(
             from,
-            Header { tag, context: offset as u64, total: len as u64, id, ..Header::new(Kind::Want) },
+            MessageHeader {
+                tag,
+                context: offset as u64,
+                total: len as u64,
+                id,
+                ..MessageHeader::new(MessageKind::Want)
+            },
             0,
             |_| {},
         )
@@ -360,7 +367,7 @@ impl Port {
     /// Puts a message, and those that have waited for it, among the events.
     fn arrived(&mut self, from: usize, buffer: Aligned, len: usize) -> Result<()> {
         self.posted -= 1;
-        let header = Header::read(&buffer.as_slice()[..len], from)?;
+        let header = MessageHeader::read(&buffer.as_slice()[..len], from)?;
         let link = self.links.entry(from).or_default();
         if header.sequence.wrapping_sub(link.expected) > u32::MAX / 2 {
             return Err(Error::Internal(format!("message {} from rank {from} came twice", header.sequence)));
@@ -371,7 +378,7 @@ impl Port {
             link.expected = link.expected.wrapping_add(1);
             link.acknowledged = header.taken;
             link.taken = link.taken.wrapping_add(u32::from(header.kind.needs_credit()));
-            link.departed |= header.kind == Kind::Departed;
+            link.departed |= header.kind == MessageKind::Departed;
             self.events.push_back(Event::Message(from, header, buffer));
         }
         let (departed, owed) = (link.departed, link.taken.wrapping_sub(link.reported));
@@ -383,7 +390,7 @@ impl Port {
             self.post_receive()?;
         }
         if owed >= CREDITS / 2 {
-            self.send(from, Header::new(Kind::Credit), 0, |_| {})?;
+            self.send(from, MessageHeader::new(MessageKind::Credit), 0, |_| {})?;
         }
         Ok(())
     }

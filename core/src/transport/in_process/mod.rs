@@ -18,7 +18,7 @@ use crate::transport::region_control::RegionControl;
 use crate::transport::region_layout::window;
 use crate::transport::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
 use crate::transport::spin::MaxSpins;
-use crate::transport::{ExchangeBuffers, GroupResources, HostLink, MAX_EXCHANGES, Message, NetworkModel, sync};
+use crate::transport::{ExchangeBuffers, GroupResources, HostLink, HostMessage, MAX_EXCHANGES, NetworkModel, sync};
 use crate::wire_layout::exchange_buffer_bytes;
 
 /// How many random cases a property test runs: all with `DL_COMM_TEST_CASES=all`, as `tests/heavy.sh properties` sets it, else a
@@ -283,7 +283,7 @@ struct Exchange {
     senders: Vec<Sender<Vec<u8>>>,
     receivers: Vec<Receiver<Vec<u8>>>,
     /// The receives in flight.
-    pending: Vec<Message>,
+    pending: Vec<HostMessage>,
 }
 
 impl HostLink for ThreadLink {
@@ -292,9 +292,9 @@ impl HostLink for ThreadLink {
         ExchangeBuffers { send: send.as_mut_slice(), recv: recv.as_mut_slice() }
     }
 
-    fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+    fn start(&mut self, exchange: usize, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()> {
         let Exchange { send, senders, pending, .. } = &mut self.exchanges[exchange];
-        for Message { host, bytes } in sends {
+        for HostMessage { host, bytes } in sends {
             // `poll` reports a lost peer.
             senders[*host].send(send.as_slice()[bytes.clone()].to_vec()).ok();
         }
@@ -311,7 +311,7 @@ impl HostLink for ThreadLink {
         let exchanges = self.exchanges.iter_mut().enumerate().filter(|(index, _)| !is_late(index));
         for Exchange { recv, receivers, pending, .. } in exchanges.map(|(_, exchange)| exchange) {
             let mut lost = None;
-            pending.retain(|Message { host, bytes }| match receivers[*host].try_recv() {
+            pending.retain(|HostMessage { host, bytes }| match receivers[*host].try_recv() {
                 Ok(message) => {
                     recv.as_mut_slice()[bytes.clone()][..message.len()].copy_from_slice(&message);
                     completed(*host);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::comm::{Comm, Request};
 use crate::error::Result;
 use crate::transport::memory::Aligned;
-use crate::transport::{ExchangeBuffers, HostLink, MAX_EXCHANGES, Message};
+use crate::transport::{ExchangeBuffers, HostLink, HostMessage, MAX_EXCHANGES};
 
 /// Exchanges messages with the owners of the same shard on the other hosts.
 pub struct MpiLink {
@@ -45,18 +45,18 @@ impl MpiLink {
         MpiLink { comm, tag, owners, hosts, exchanges, requests, transfers, done, broken: false }
     }
 
-    fn post(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+    fn post(&mut self, exchange: usize, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()> {
         let MpiLink { comm, owners, exchanges, requests, transfers, .. } = self;
         let tag = self.tag + exchange;
         let Exchange { send, recv, in_flight } = &mut exchanges[exchange];
-        for Message { host, bytes } in receives {
+        for HostMessage { host, bytes } in receives {
             let buffer = &mut recv.as_mut_slice()[bytes.clone()];
             // SAFETY: the buffer is not accessed before the request completes, and is leaked if it never does.
             requests.push(unsafe { comm.receive(buffer, owners[*host], tag) }?);
             transfers.push((exchange, *host));
             *in_flight += 1;
         }
-        for Message { host, bytes } in sends {
+        for HostMessage { host, bytes } in sends {
             // SAFETY: as above.
             requests.push(unsafe { comm.send(&send.as_slice()[bytes.clone()], owners[*host], tag) }?);
             transfers.push((exchange, *host));
@@ -89,7 +89,7 @@ impl HostLink for MpiLink {
         ExchangeBuffers { send: send.as_mut_slice(), recv: recv.as_mut_slice() }
     }
 
-    fn start(&mut self, exchange: usize, sends: &[Message], receives: &[Message]) -> Result<()> {
+    fn start(&mut self, exchange: usize, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()> {
         self.post(exchange, sends, receives).inspect_err(|_| self.broken = true)
     }
 
