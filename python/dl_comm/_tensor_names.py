@@ -23,6 +23,8 @@ from dl_comm._ops import all_gather
 
 # As in core/src/collective/tensor_names.rs.
 _SEPARATOR = "\x1f"
+# What a line of a list of names may not have: control characters, halves of characters, and what escapes them.
+_SPECIAL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff\\]")
 # Names of each rank in a message.
 _MAX_SHOWN = 8
 
@@ -44,8 +46,9 @@ class Name(str):
 
 def labels(names: Iterable[str]) -> str:
     """Return the names of a call's tensors as the core takes them; each `Name` is compared between the ranks."""
-    listed = list(names)
-    keys = [name.key if isinstance(name, Name) else "" for name in listed]
+    given = list(names)
+    listed = list(map(_line, given))
+    keys = [_line(name.key) if isinstance(name, Name) else "" for name in given]
     shown = "\n".join(listed) if any(listed) else ""
     if not any(keys):
         return shown
@@ -134,8 +137,13 @@ def agreed_order(keys: Sequence[str], what: str, are_given: bool, group: Group |
     return None
 
 
+def _line(name: str) -> str:
+    """Return a name without special characters; other names give other lines."""
+    return _SPECIAL.sub(lambda found: found.group().encode("unicode_escape", "surrogatepass").decode(), name)
+
+
 def _digest(keys: Iterable[str]) -> int:
-    text = "\n".join(keys).encode(errors="replace")
+    text = "\n".join(map(_line, keys)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 

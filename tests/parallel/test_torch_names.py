@@ -158,6 +158,19 @@ class TestBroadcastParameters:
         assert all((tensor == rank).all() for _, tensor in tensors)
         assert cdl.average(float(rank)) == (size - 1) / 2
 
+    @pytest.mark.parametrize("names", [["a\nb", "c"], ["a\x1fc", "b"], ["a\ud800", "b"]])
+    def test_names_with_special_characters(self, names: list[str], rank: int, size: int) -> None:
+        """What separates names in a list does not make different lists equal."""
+        for others in (names, ["a", "b\nc"], ["b\x1fc", "b"], ["a\udfff", "b"]):
+            listed = names if rank == 0 else others
+            tensors = {name: torch.full((2,), i + 10.0 * rank) for i, name in enumerate(sorted(listed))}
+            if size > 1 and others != names:
+                with pytest.raises(dl_comm.MismatchError):
+                    cdl.broadcast_parameters(tensors)
+            else:
+                cdl.broadcast_parameters(dict(rotated(tensors.items(), rank)))
+                assert [tensors[name].tolist() for name in sorted(names)] == [[0.0] * 2, [1.0] * 2]
+
     def test_an_entry_that_one_rank_cannot_send(self, rank: int, size: int) -> None:
         """Its next call does not match the one of the others."""
         for step in range(2):
