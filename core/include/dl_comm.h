@@ -5,9 +5,12 @@
  * and later calls work. After a timeout or a lost rank, the team refuses further calls with the first error.
  *
  * Thread rule: every function may be called from any thread. Functions marked "collective" must be called by all
- * ranks. Calls are matched by signature when their order differs between ranks, and wherever a rank makes them with
- * DL_COMM_BY_NAME. Calls with equal signatures (without a name, for example) must have the same order on all ranks.
- * Broadcast, barrier and check_buffers_match share a team of their own. */
+ * ranks, and those of one team or group in the same order. Calls match by their signature: collective, operator, root,
+ * name, element types and shapes. If their order differs between ranks, calls with different signatures run in the order
+ * of rank 0, and with DL_COMM_BY_NAME they match wherever a rank makes them. Calls with equal signatures, as those without
+ * a name often have, match in the order in which each rank makes them: in different orders they would combine the wrong
+ * tensors, without an error. So calls whose order may differ, those of several threads for example, need names of their
+ * own. Broadcast, barrier and check_buffers_match share a team of their own. */
 #ifndef DL_COMM_H
 #define DL_COMM_H
 
@@ -252,8 +255,9 @@ typedef struct dl_comm_work dl_comm_work_t;
 
 struct dl_comm_device;
 
-/* A flag of a call: it matches the call of its name, wherever the ranks make it. Without it the ranks may make the same
- * calls in different order, but wait for none before they have made those that another rank makes before it. With it:
+/* A flag of a call: it matches the call of its name, wherever the ranks make it. Without it, calls with different
+ * signatures may have another order on some ranks, but a rank must not wait for one of them before it has made those that
+ * another rank makes before it. With it:
  * - A rank may wait for any of its calls, whatever others have started before it, and have any number in flight. Calls
  *   of one name match in their order. All ranks give the flag, or none.
  * - If the calls of a name differ, they fail with DL_COMM_ERROR_MISMATCH on every rank, and no other call does.
