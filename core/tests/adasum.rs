@@ -100,3 +100,34 @@ fn integers_are_refused() {
     unsafe { start_adasum(&group, vec![tensor(&mut data)], CallOptions::default(), done) };
     assert!(matches!(receiver.recv().unwrap(), Err(Error::Invalid(text)) if text.contains("int32")));
 }
+
+/// The ranks compare the names of the tensors, and say them.
+#[test]
+fn lists_with_other_names_or_shapes_do_not_match() {
+    let lists = [("a\nb\u{1f}", 2), ("b\na\u{1f}", 2), ("a\nb\u{1f}", 3)];
+    for (zero, one) in [(0, 1), (0, 2), (0, 0)] {
+        let all = groups(&[0, 0], &[vec![0, 1]], Duration::from_secs(60));
+        thread::scope(|scope| {
+            for (mut groups, (names, len)) in all.into_iter().zip([lists[zero], lists[one]]) {
+                scope.spawn(move || {
+                    let group = Arc::new(groups.remove(0).unwrap());
+                    let mut data = [vec![1f32; len], vec![1f32; 4 - len]];
+                    let tensors = data.iter_mut().map(|data| tensor(data)).collect();
+                    let (sender, receiver) = channel();
+                    let done = Box::new(move |result: Result<()>| sender.send(result).unwrap());
+                    let options =
+                        CallOptions { name: "gradients".into(), tensor_names: names.into(), ..CallOptions::default() };
+                    // SAFETY: the data lives until the call has ended.
+                    unsafe { start_adasum(&group, tensors, options, done) };
+                    match receiver.recv().unwrap() {
+                        Ok(()) => assert_eq!(zero, one),
+                        Err(Error::Mismatch(text)) => {
+                            assert!(text.contains("'a: float32[2], b: float32[2]") && zero != one, "{text}");
+                        }
+                        Err(error) => panic!("{error}"),
+                    }
+                });
+            }
+        });
+    }
+}

@@ -60,3 +60,4 @@ pub use plan::ChunkPlan;
 pub use selection::Selection;
 pub use small_call::PostedCall;
 pub use small_plan::SmallPlan;
+pub use tensor_names::TensorNames;

@@ -15,7 +15,7 @@ use xxhash_rust::xxh3::Xxh3;
 use super::submit::Group;
 use super::work::{CallOptions, OnComplete};
 use crate::buffer::{Buffer, Tensor};
-use crate::collective::Op;
+use crate::collective::{Op, TensorNames};
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
 use crate::float_state::DefaultFloatState;
@@ -62,12 +62,33 @@ fn elements(tensors: &[Tensor]) -> impl Iterator<Item = (Buffer, usize)> {
     tensors.iter().flat_map(|tensor| (0..tensor.buffer.len()).map(|index| (tensor.buffer, index)))
 }
 
+/// The name of the one tensor that holds all `tensors`: the first of them, and a hash of what the ranks compare, so that
+/// lists of other tensors do not match.
+fn list_text(tensors: &[Tensor], names: &TensorNames) -> String {
+    const MAX_SHOWN: usize = 8;
+    let mut hash = Xxh3::new();
+    tensors.iter().for_each(|tensor| hash.update((tensor.describe() + "\n").as_bytes()));
+    names.compared().iter().for_each(|compared| hash.update(compared.as_bytes()));
+    let mut described = names.described();
+    let mut shown: Vec<String> = tensors
+        .iter()
+        .take(MAX_SHOWN)
+        .map(|tensor| described.next().map_or_else(String::new, |name| format!("{name}: ")) + &tensor.describe())
+        .collect();
+    if tensors.len() > MAX_SHOWN {
+        shown.push(format!("{} more", tensors.len() - MAX_SHOWN));
+    }
+    format!("{}\u{1f}list {:016x}", shown.join(", "), hash.digest())
+}
+
 /// The state of a call between its collectives.
 struct Chain<W> {
     group: Arc<Group>,
     tensors: Vec<Tensor>,
     options: CallOptions,
     done: OnComplete,
+    /// [`list_text`] of the tensors.
+    list: String,
     /// Elements of a rank's block.
     block: usize,
     /// The blocks that this rank sends, and at the end those of the result.
@@ -96,8 +117,9 @@ impl<W: Work> Chain<W> {
         drop(default);
         let vectors = vec![W::default(); block * ranks];
         let (num_vectors, dots, level) = (ranks, Vec::new(), 0);
+        let list = list_text(&tensors, &TensorNames::from(options.tensor_names.clone()));
         let mut chain =
-            Box::new(Chain { group, tensors, options, done, block, line, vectors, num_vectors, dots, level });
+            Box::new(Chain { group, tensors, options, done, list, block, line, vectors, num_vectors, dots, level });
         let (src, dst) = (chain.line.as_ptr().cast(), chain.vectors.as_mut_ptr().cast());
         let buffer = Buffer::new(src, dst, block, W::DTYPE);
         chain.run(Op::ALLTOALL, buffer, Chain::next_level);
@@ -110,7 +132,7 @@ impl<W: Work> Chain<W> {
             name: format!("{} (adasum)", self.options.name),
             by_name: self.options.by_name,
             instance_id: format!(" {}", self.level),
-            tensor_names: format!("\u{1f}list {:016x}", self.list_hash()),
+            tensor_names: self.list.clone(),
             timeout: self.options.timeout,
             ..CallOptions::default()
         };
@@ -120,16 +142,6 @@ impl<W: Work> Chain<W> {
         };
         // SAFETY: the buffer is memory of the chain, which lives until `then` is called.
         unsafe { group.submit(op, vec![vec![Tensor::new(buffer, &[])]], options, Box::new(then)) };
-    }
-
-    /// Lists of other tensors must not match.
-    fn list_hash(&self) -> u64 {
-        let mut hash = Xxh3::new();
-        for tensor in &self.tensors {
-            hash.update(&[tensor.buffer.dtype() as u8]);
-            hash.update(&(tensor.buffer.len() as u64).to_le_bytes());
-        }
-        hash.digest()
     }
 
     /// The ranges of the tensors in this rank's block.
