@@ -4,6 +4,7 @@
 //!
 //! Thread rule: any thread.
 
+use std::cell::Cell;
 use std::io::{ErrorKind, Read, Write};
 use std::sync::Mutex;
 use std::time::Duration;
@@ -33,9 +34,15 @@ impl StartLinks {
         within: Duration,
         has_failed: &dyn Fn() -> bool,
     ) -> StartLinks {
-        let (connections, unconnected) = connect(listener, me, hosts, key, within, has_failed);
+        let failed = Cell::new(false);
+        let has_failed = || {
+            failed.set(failed.get() || has_failed());
+            failed.get()
+        };
+        let (connections, unconnected) = connect(listener, me, hosts, key, within, &has_failed);
         let (ended, unreachable): (Vec<_>, Vec<_>) = unconnected.into_iter().partition(Unconnected::has_ended);
-        unreachable.iter().for_each(Unconnected::warn);
+        // After a failure, hosts are not waited for.
+        unreachable.iter().filter(|_| !failed.get()).for_each(Unconnected::warn);
         let ended = ended.first().map(|rank| format!("{} has ended", rank.name));
         StartLinks { connections: Mutex::new(connections), ended }
     }

@@ -58,8 +58,8 @@ pub trait Store: Send + Sync {
     /// As for [`Store::set`].
     fn delete(&self, key: &str, wait_ctx: &WaitContext<'_>) -> Result<()>;
 
-    /// Should this process end, all waits for keys that start with `prefix` fail with `text`; without a text they do not.
-    /// Only stores that see the end of their clients do that.
+    /// Should this process end, all waits and looks for keys that start with `prefix` and are not there fail with `text`;
+    /// without a text they do not. Only stores that see the end of their clients do that.
     ///
     /// # Errors
     /// As for [`Store::set`].
@@ -220,7 +220,7 @@ impl MemoryStore {
         Ok(sum)
     }
 
-    /// Fails all waits for keys that start with `prefix` and are not there.
+    /// Fails all waits and looks for keys that start with `prefix` and are not there.
     pub fn fail_waits(&self, prefix: &str, error: Error) {
         lock(&self.failed).push((prefix.to_owned(), error));
         // Whoever has not seen it waits now.
@@ -231,6 +231,17 @@ impl MemoryStore {
     /// Why a wait for `key` fails, if it does.
     pub fn failure(&self, key: &str) -> Option<Error> {
         lock(&self.failed).iter().find(|(prefix, _)| key.starts_with(prefix)).map(|(_, error)| error.clone())
+    }
+
+    /// As [`Store::try_get`], without limits.
+    ///
+    /// # Errors
+    /// [`MemoryStore::failure`]
+    pub fn look(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        match (self.value(key), self.failure(key)) {
+            (None, Some(error)) => Err(error),
+            (value, _) => Ok(value),
+        }
     }
 
     /// As [`Store::delete`], without limits.
@@ -246,7 +257,7 @@ impl Store for MemoryStore {
     }
 
     fn try_get(&self, key: &str, _wait_ctx: &WaitContext<'_>) -> Result<Option<Vec<u8>>> {
-        Ok(self.value(key))
+        self.look(key)
     }
 
     fn wait_for(&self, key: &str, wait_ctx: &WaitContext<'_>, awaited: &dyn Fn() -> String) -> Result<Vec<u8>> {

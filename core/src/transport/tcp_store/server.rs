@@ -218,16 +218,16 @@ impl Serving {
                 changed = Some(key);
                 Reply::Done
             }
-            Request::TryGet(key) => Reply::Value(memory.value(&key)),
-            Request::Wait(key) => match (memory.value(&key), memory.failure(&key)) {
-                (None, Some(error)) => Reply::Failed(error.code(), error.detail().to_owned()),
-                (None, None) if client.waits.len() < MAX_WAITS => {
+            Request::TryGet(key) => memory.look(&key).map_or_else(|error| failed(&error), Reply::Value),
+            Request::Wait(key) => match memory.look(&key) {
+                Err(error) => failed(&error),
+                Ok(None) if client.waits.len() < MAX_WAITS => {
                     client.waits.insert(id, key.clone());
                     self.waits.entry(key).or_default().push((number, id));
                     return Ok(());
                 }
-                (None, None) => Reply::Failed(-9, format!("more than {MAX_WAITS} waits of one process")),
-                (value, _) => Reply::Value(value),
+                Ok(None) => Reply::Failed(-9, format!("more than {MAX_WAITS} waits of one process")),
+                Ok(value) => Reply::Value(value),
             },
             Request::Cancel(wait) => {
                 if let Some(key) = client.waits.remove(&wait) {
@@ -240,7 +240,7 @@ impl Serving {
                     changed = Some(key);
                     Reply::Sum(sum)
                 }
-                Err(error) => Reply::Failed(error.code(), error.detail().to_owned()),
+                Err(error) => failed(&error),
             },
             Request::Delete(key) => {
                 memory.remove(&key);
@@ -280,7 +280,7 @@ impl Serving {
         {
             let Some(client) = self.clients.get_mut(&number) else { continue };
             client.waits.remove(&request);
-            if client.reply(request, Reply::Failed(error.code(), error.detail().to_owned())).is_err() {
+            if client.reply(request, failed(error)).is_err() {
                 self.drop_client(number);
             }
         }
@@ -313,6 +313,10 @@ impl Client {
         self.frames.push(&(request, reply))?;
         self.frames.flush(&*self.stream)
     }
+}
+
+fn failed(error: &Error) -> Reply {
+    Reply::Failed(error.code(), error.detail().to_owned())
 }
 
 /// Removes the entries of `key` that match `ends`.

@@ -96,6 +96,11 @@ fn the_end_of_a_client_fails_the_waits_that_it_has_named() {
         assert_eq!(other.join().unwrap(), Ok(b"value".to_vec()));
     });
     lost(within(None, |ctx| waits.get("job/c", ctx)));
+    for store in [&waits as &dyn Store, &served] {
+        let look = |key: &'static str| within(None, |ctx| store.try_get(key, ctx));
+        assert_eq!(look("job/c"), Err(Error::PeerLost("rank 1 has ended".into())));
+        assert_eq!((look("job/there"), look("other/c")), (Ok(Some(b"value".to_vec())), Ok(None)));
+    }
     assert_eq!(within(None, |ctx| waits.get("job/there", ctx)), Ok(b"value".to_vec()));
 }
 
