@@ -175,7 +175,8 @@ class CollectiveKernel : public AsyncOpKernel {
   // The options of a call of this kernel. They refer to `name` and to this object.
   CallOptions options(const DeviceStream& target, const std::string& name, rust::Str instance) const {
     // The host waits for a GPU, so that the stream continues with backward.
-    return {name, instance, labels_, caller_blocks_ && target.device < 0, timeout_, target, true};
+    // Eager calls are those of the thread that waits for them.
+    return {name, instance, labels_, caller_blocks_ && target.device < 0, timeout_, target, true, !caller_blocks_};
   }
 
   std::string call_name_;

@@ -63,6 +63,7 @@ mod bridge {
     ///   `set_weights`).
     /// - `count_wait`: whether the time until the end of the call counts as waiting.
     /// - `caller_blocks`: the calling thread makes no other call before this one has ended.
+    /// - `by_pool`: the calling thread is one of a pool of the framework, and makes the call for a graph.
     /// - `timeout`: in seconds; 0 for none, negative for the team's.
     /// - `device`, `stream`: the GPU and `cudaStream_t` of the tensors; a negative `device` means host memory. On a GPU
     ///   the call completes once `stream` waits for the result.
@@ -78,6 +79,7 @@ mod bridge {
         return_weights: bool,
         count_wait: bool,
         caller_blocks: bool,
+        by_pool: bool,
         timeout: f64,
         device: i32,
         stream: usize,
@@ -90,6 +92,7 @@ mod bridge {
         name: &'a str,
         tensor_names: &'a str,
         caller_blocks: bool,
+        by_pool: bool,
         timeout: f64,
         device: i32,
         stream: usize,
@@ -115,6 +118,7 @@ mod bridge {
         instance_id: &'a str,
         tensor_names: &'a str,
         caller_blocks: bool,
+        by_pool: bool,
         timeout: f64,
         device: i32,
         stream: usize,
@@ -347,6 +351,7 @@ unsafe fn average(
                 instance_id: call.instance_id.to_owned(),
                 tensor_names: call.tensor_names.to_owned(),
                 caller_blocks: call.caller_blocks,
+                by_pool: call.by_pool,
                 timeout: Timeout::from_seconds(call.timeout),
                 device: device(call.device, call.stream, call.block_host),
                 counts: Counts::Even,
@@ -417,6 +422,7 @@ unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64]
             instance_id: String::new(),
             tensor_names: call.tensor_names.to_owned(),
             caller_blocks: call.caller_blocks,
+            by_pool: call.by_pool,
             timeout: Timeout::from_seconds(call.timeout),
             device: device(call.device, call.stream, call.block_host),
             counts: Counts::Even,
@@ -488,6 +494,7 @@ unsafe fn start_collective(
             instance_id: call.instance_id.to_owned(),
             tensor_names: call.tensor_names.to_owned(),
             caller_blocks: call.caller_blocks,
+            by_pool: call.by_pool,
             timeout,
             device,
             counts,

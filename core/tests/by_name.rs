@@ -186,6 +186,27 @@ fn a_conflict_fails_one_name_amid_a_hundred_calls() {
     }
 }
 
+/// A call by name that only some ranks have made does not hold up the decision on others that differ.
+#[test]
+fn a_call_without_its_counterpart_delays_no_other_decision() {
+    for hosts in &WORLDS[1..] {
+        patient(hosts).run(|rank| {
+            let mut x = [1f32; 4];
+            let held = (rank.rank == 0).then(|| rank.start_by_name(SUM, in_place(&mut x), "x"));
+            let since = Instant::now();
+            let mut data = vec![1f32; 4 + rank.rank];
+            let different = rank.call(SUM, in_place(&mut data), "");
+            assert!(matches!(different, Err(Error::Mismatch(_))), "{different:?}");
+            assert!(since.elapsed() < Duration::from_secs(20), "the deadline has ended it");
+            match held {
+                Some(held) => held.recv().unwrap().unwrap(),
+                None => rank.call_by_name(SUM, in_place(&mut x), "x").unwrap(),
+            }
+            assert_eq!(x, [rank.size as f32; 4]);
+        });
+    }
+}
+
 #[test]
 fn contrary_orders_on_shared_memory_are_refused() {
     for hosts in &WORLDS[1..] {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -70,6 +72,19 @@ def test_calls_with_variables(call, compiled, rank, size):
             np.testing.assert_array_equal(result, [expected.get(call, i + 10 * root)] * 2)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_adasum(compiled, rank):
+    """Of equal vectors it is that vector."""
+    variables = [tf.Variable([i + 1.0] * 2, name=name) for i, name in enumerate("cab")]
+    order = rotated([0, 1, 2], rank)
+
+    def run():
+        return dt.allreduce([variables[i] for i in order], "adasum")
+
+    for i, result in zip(order, (tf.function(run) if compiled else run)(), strict=True):
+        np.testing.assert_allclose(result, [i + 1.0] * 2)
+
+
 def test_other_variables(rank, size):
     if size == 1:
         pytest.skip("needs two ranks")
@@ -79,6 +94,19 @@ def test_other_variables(rank, size):
     assert "'b:0'" in str(failure.value)
     assert "'bx:0'" in str(failure.value)
     assert all(float(variable[0]) == rank for variable in variables)
+    assert float(dt.average(float(rank))) == (size - 1) / 2
+
+
+def test_other_names_of_calls_after_a_function(rank, size):
+    """The threads that have run the function do not delay the decision."""
+    if size == 1:
+        pytest.skip("needs two ranks")
+    tf.function(lambda: dt.allreduce(tf.ones(3)))()
+    start = time.monotonic()
+    with pytest.raises(mc.MismatchError):
+        dt.allreduce(tf.ones(3), name=f"name {rank}")
+    # Far below DL_COMM_MATCH_TIMEOUT_S.
+    assert time.monotonic() - start < 20
     assert float(dt.average(float(rank))) == (size - 1) / 2
 
 

@@ -102,6 +102,40 @@ print("continues", flush=True)
     assert finished.output.count("continues") == 2, finished.output
 
 
+CREATIONS = [
+    ("mc.Group([0, 1], 'a')", "mc.Group([0, 1], 'b')", ["group 'a' of ranks [0, 1]", "group 'b' of ranks [0, 1]"]),
+    ("mc.Group(name='all')", "mc.Group([1, 0])", ["group 'all' of ranks [0, 1]", "group '' of ranks [1, 0]"]),
+    ("mc.allreduce(ones()[0])", "mc.Group([1, 0], 'c')", ["on team 0", "group 'c'"]),
+    ("mc.create_team(3)", "mc.Group(name='d')", ["the control team", "group 'd'"]),
+]
+
+
+def test_ranks_that_wait_in_creations_of_groups_and_in_calls(run: Callable[..., Finished]) -> None:
+    steps = "".join(
+        f"attempt('step {i}', (lambda: {here}) if mc.get_rank() == 0 else (lambda: {there}))\nmc.barrier()\n"
+        for i, (here, there, _) in enumerate(CREATIONS)
+    )
+    finished = run(f"""
+mc.init()
+{steps}
+with mc.Group([1, 0], 'c') as group:
+    assert mc.allreduce(np.ones(2), group=group)[0] == 2, "the next generation"
+if mc.get_rank() == 0:
+    mc.finalize()
+else:
+    attempt("end", lambda: mc.Group([0, 1], "late"))
+""")
+    assert finished.returncode == 0, finished.output
+    for i, (_, _, words) in enumerate(CREATIONS):
+        for text in seen(finished, f"step {i}", 2):
+            assert text.startswith("MismatchError: "), text
+            assert all(word in text for word in [*words, "rank 0: ", "rank 1: "]), text
+    (text,) = seen(finished, "end", 1)
+    assert text.startswith("MismatchError: "), text
+    assert "rank 0: finalize" in text, text
+    assert "rank 1: group 'late'" in text, text
+
+
 def test_a_mismatch_that_ends_the_script_is_a_mismatch_on_all_ranks(run: Callable[..., Finished]) -> None:
     finished = run("""
 mc.init()

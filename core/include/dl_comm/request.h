@@ -81,6 +81,7 @@ struct CallOptions {
   double timeout;
   DeviceStream target;
   bool block_host;
+  bool by_pool = false;
 };
 
 // An Average, a Broadcast or a Collective with these options.
@@ -91,6 +92,7 @@ Request make_request(const CallOptions& options) {
   if constexpr (!std::is_same_v<Request, Broadcast>) request.instance_id = options.instance_id;
   request.tensor_names = options.tensor_names;
   request.caller_blocks = options.caller_blocks;
+  request.by_pool = options.by_pool;
   request.timeout = options.timeout;
   request.device = options.target.device;
   request.stream = options.target.stream;

@@ -8,7 +8,7 @@
 
 use std::time::Instant;
 
-use super::callers::ThreadId;
+use super::callers::Origin;
 use super::recorder::Submission;
 use super::work::{OnComplete, Timeout};
 use crate::collective::PostedCall;
@@ -21,8 +21,8 @@ pub(super) struct HeldCall {
     pub submission: Submission,
     /// Its submission, if it is timed.
     pub since: Option<Instant>,
-    /// The thread that is blocked in it, if any: it has spun for it.
-    pub thread: Option<ThreadId>,
+    /// Who has made it. A thread that waits has spun for it.
+    pub origin: Origin,
     pub timeout: Timeout,
     pub done: OnComplete,
 }

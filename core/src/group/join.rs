@@ -7,6 +7,7 @@
 
 use std::sync::Arc;
 
+use super::callers::Caller;
 use super::handle::CallHandle;
 use super::join_state::{JoinState, last};
 use super::submit::Group;
@@ -52,7 +53,7 @@ impl Group {
         let (handle, done) = CallHandle::new(None);
         // The call owns the state, too.
         let role = Role::Join(Arc::clone(&state));
-        self.run(self.accept(self.work(call, role, false, timeout, done, None), false));
+        self.run(self.accept(self.work(call, role, Caller::GoesOn, timeout, done, None), false));
         Ok(Join { handle, state })
     }
 }

@@ -1,6 +1,6 @@
 //! Start and end of a group: its resources and threads.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use super::active::Active;
@@ -82,6 +82,7 @@ impl Group {
             lead_thread: OnceLock::new(),
             stall_check_after: (settings.match_timeout / EARLY_DIVISOR).max(10 * MAX_BACKOFF),
             reconciling: Active::default(),
+            lacks_calls: AtomicBool::new(false),
             joining_stalled: Active::default(),
             joined_round: AtomicU64::new(0),
             matched: AtomicU64::new(0),

@@ -47,9 +47,17 @@ impl OtherGroups {
     /// Whether this rank may make further calls, if it waits for some call, but may have threads that do not wait.
     /// Only the processor time shows that: waits and reconciliation take far less than a tenth of a processor.
     pub fn unsettled(&self) -> FurtherCalls {
+        if self.computes() { FurtherCalls::Busy } else { FurtherCalls::Open }
+    }
+
+    fn computes(&self) -> bool {
         let (started, before) = self.since;
-        let computes = processor_time().saturating_sub(before) > started.elapsed() / 10;
-        if computes { FurtherCalls::Busy } else { FurtherCalls::Open }
+        processor_time().saturating_sub(before) > started.elapsed() / 10
+    }
+
+    /// Whether the process has computed nothing for a while.
+    pub fn is_idle(&self, group: &GroupState) -> bool {
+        self.since.0.elapsed() > group.stall_check_after && !self.computes()
     }
 
     /// Whether this rank may make further calls in `group`, whose last call came at `arrived`.
@@ -65,8 +73,8 @@ impl OtherGroups {
         }
         // Groups that wait for each other settle together.
         let settled = arrived.elapsed() > group.stall_check_after
-            && process_groups.all_blocked(group.stall_check_after)
-            && process_groups.reconcile_elsewhere(group);
+            && process_groups.all_blocked(group.stall_check_after, self.is_idle(group))
+            && process_groups.lack_calls_elsewhere(group);
         if settled { FurtherCalls::Settled } else { self.unsettled() }
     }
 

@@ -11,14 +11,15 @@
 //! [`ShmRegion::stall`]: crate::transport::ShmRegion::stall
 //! [`Call::absent`]: crate::collective::Call::absent
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use super::callers::{ThreadId, this_thread};
 use super::record::Record;
-
 use crate::lock::lock;
+use crate::transport::Calls;
 
 /// Maximum wait for reconciliations of other groups.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -29,10 +30,13 @@ pub(super) trait WaitingGroup: Send + Sync {
     fn join_stalled(&self);
     /// Its calls that have not ended, oldest first.
     fn pending(&self) -> Vec<Arc<Record>>;
-    /// Whether every live thread that has called it is in `waiting`.
-    fn callers_are_among(&self, waiting: &[ThreadId]) -> bool;
+    /// Whether every live thread that has called it is in `waiting`. Threads of pools are blocked if all their calls have
+    /// ended and the process is idle.
+    fn callers_are_among(&self, waiting: &[ThreadId], is_idle: bool) -> bool;
     /// Whether it reconciles its calls with the other ranks.
     fn reconciles(&self) -> bool;
+    /// Whether it does, and some rank has no call there.
+    fn lacks_calls(&self) -> bool;
     /// Whether it takes part in a round without a call.
     fn joins_stalled(&self) -> bool;
     /// Fails the group: a signal has interrupted the caller of `call`.
@@ -43,12 +47,21 @@ pub(super) trait WaitingGroup: Send + Sync {
 #[derive(Default)]
 pub struct ProcessGroups {
     groups: Mutex<Vec<Weak<dyn WaitingGroup>>>,
-    /// Threads that wait outside of the core for non-blocking calls, with the start of the wait.
-    blocked: Mutex<Vec<(ThreadId, Instant)>>,
+    /// Threads that wait for something else than a call of their own.
+    blocked: Mutex<Vec<Blocked>>,
     /// A thread that may call at any time, even if it has made no call yet; 0 for none.
     main: ThreadId,
-    /// Calls of this rank that failed because of a mismatch.
+    /// Calls and creations of this rank that failed because ranks waited for each other in different groups.
     failed_calls: AtomicU64,
+    /// Ranks of the job that wait for a call of this rank, and that call for messages, by the number of the group.
+    awaiting: Mutex<HashMap<u64, (Vec<usize>, String)>>,
+}
+
+/// A thread that waits: outside of the core for non-blocking calls, or in the creation of a group, which it names.
+struct Blocked {
+    thread: ThreadId,
+    since: Instant,
+    creation: Option<String>,
 }
 
 impl ProcessGroups {
@@ -82,37 +95,42 @@ impl ProcessGroups {
     /// to match.
     pub(super) fn waiting(&self, long: Duration) -> Vec<ThreadId> {
         let blocked = lock(&self.blocked);
-        let waiting_long = blocked.iter().filter(|(_, since)| since.elapsed() >= long);
-        let mut threads: Vec<ThreadId> = waiting_long.map(|(thread, _)| *thread).collect();
+        let waiting_long = blocked.iter().filter(|blocked| blocked.since.elapsed() >= long);
+        let mut threads: Vec<ThreadId> = waiting_long.map(|blocked| blocked.thread).collect();
         drop(blocked);
         for group in self.groups() {
             let pending = group.pending();
             let waiting_long = pending.iter().filter(|record| record.submitted.elapsed() >= long);
-            threads.extend(waiting_long.filter_map(|record| record.thread));
+            threads.extend(waiting_long.filter_map(|record| record.origin.waiting()));
         }
         threads
     }
 
-    /// The name line of the oldest call in groups other than `own`, if it has waited at least `long`.
+    /// The name line of the oldest call in groups other than `own`, or of a creation, if it has waited at least `long`.
     pub(super) fn pending_elsewhere(&self, own: &dyn WaitingGroup, long: Duration) -> Option<String> {
         let pending = |group: Arc<dyn WaitingGroup>| group.pending();
-        let oldest = self.others(own).flat_map(pending).min_by_key(|record| record.submitted)?;
-        (oldest.submitted.elapsed() >= long).then(|| oldest.summary.name_line.clone())
+        let oldest = self.others(own).flat_map(pending).min_by_key(|record| record.submitted);
+        let call = oldest.map(|record| (record.submitted, record.summary.name_line.clone()));
+        let blocked = lock(&self.blocked);
+        let creations = blocked.iter().filter_map(|blocked| Some((blocked.since, blocked.creation.clone()?)));
+        let (since, text) = creations.chain(call).min_by_key(|(since, _)| *since)?;
+        (since.elapsed() >= long).then_some(text)
     }
 
-    /// Whether every thread that has called any group, and the main thread, has waited for a call for at least `long`.
-    pub(super) fn all_blocked(&self, long: Duration) -> bool {
+    /// Whether every thread that has called any group, and the main thread, has waited for a call for at least `long`. As
+    /// [`WaitingGroup::callers_are_among`].
+    pub(super) fn all_blocked(&self, long: Duration, is_idle: bool) -> bool {
         let waiting = self.waiting(long);
         let main = self.main == 0 || waiting.contains(&self.main);
-        main && self.groups().iter().all(|group| group.callers_are_among(&waiting))
+        main && self.groups().iter().all(|group| group.callers_are_among(&waiting, is_idle))
     }
 
-    /// Whether another group than `own` reconciles its calls.
-    pub(super) fn reconcile_elsewhere(&self, own: &dyn WaitingGroup) -> bool {
-        self.others(own).any(|group| group.reconciles())
+    /// Whether another group than `own` lacks calls of some rank. One in which all ranks have calls waits for no rank.
+    pub(super) fn lack_calls_elsewhere(&self, own: &dyn WaitingGroup) -> bool {
+        self.others(own).any(|group| group.lacks_calls())
     }
 
-    /// Counts a call that failed because of a mismatch.
+    /// Counts a call that failed because ranks waited for each other in different groups.
     pub(super) fn count_failed_call(&self) {
         self.failed_calls.fetch_add(1, Ordering::AcqRel);
     }
@@ -130,19 +148,55 @@ impl ProcessGroups {
 
     /// Marks this thread as waiting for a non-blocking call until the guard is dropped.
     pub fn blocked(self: &Arc<ProcessGroups>) -> BlockedCaller {
+        self.blocked_in(None)
+    }
+
+    fn blocked_in(self: &Arc<ProcessGroups>, creation: Option<String>) -> BlockedCaller {
         let thread = this_thread();
-        lock(&self.blocked).push((thread, Instant::now()));
+        lock(&self.blocked).push(Blocked { thread, since: Instant::now(), creation });
         BlockedCaller { process_groups: Arc::clone(self), thread }
+    }
+
+    /// Marks this thread as waiting in the creation of a group, which `what` names, until the guard is dropped.
+    pub fn creating(self: &Arc<ProcessGroups>, what: String) -> BlockedCaller {
+        self.blocked_in(Some(what))
+    }
+
+    /// Notes which ranks of the job wait for a call of this rank, in the group number `group`; `call` names it.
+    pub(super) fn note_awaiting(&self, group: u64, ranks: Vec<usize>, call: impl FnOnce() -> String) {
+        let mut awaiting = lock(&self.awaiting);
+        if ranks.is_empty() {
+            awaiting.remove(&group)
+        } else {
+            awaiting.insert(group, (ranks, call()))
+        };
     }
 
     /// Waits up to [`SETTLE_TIMEOUT`] for reconciliations of other groups than `own`. So the other ranks report the
     /// mismatch, and not this rank's reaction to it.
-    pub(super) fn settle(&self, own: &dyn WaitingGroup) {
+    pub(super) fn settle(&self, own: Option<&dyn WaitingGroup>) {
         let until = Instant::now() + SETTLE_TIMEOUT;
-        let reconcile = || self.others(own).any(|group| group.reconciles() || group.joins_stalled());
+        let groups = || own.map_or_else(|| self.groups(), |own| self.others(own).collect());
+        let reconcile = || groups().iter().any(|group| group.reconciles() || group.joins_stalled());
         while reconcile() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(2));
         }
+    }
+}
+
+impl Calls for ProcessGroups {
+    fn look(&self) {
+        self.groups().iter().for_each(|group| group.join_stalled());
+    }
+
+    fn waiting_for_this_rank(&self) -> HashMap<usize, String> {
+        let awaiting = lock(&self.awaiting);
+        awaiting.values().flat_map(|(ranks, call)| ranks.iter().map(|&rank| (rank, call.clone()))).collect()
+    }
+
+    fn give_up(&self) {
+        self.count_failed_call();
+        self.settle(None);
     }
 }
 
@@ -155,7 +209,7 @@ pub struct BlockedCaller {
 impl Drop for BlockedCaller {
     fn drop(&mut self) {
         let mut blocked = lock(&self.process_groups.blocked);
-        if let Some(position) = blocked.iter().position(|(thread, _)| *thread == self.thread) {
+        if let Some(position) = blocked.iter().position(|blocked| blocked.thread == self.thread) {
             blocked.swap_remove(position);
         }
     }

@@ -4,17 +4,22 @@
 //! Thread rule: as for [`Worker`].
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use super::callers::Origin;
 use super::memory_use::{SharedMemory, shared_memory};
 use super::other_groups::OtherGroups;
+use super::process_groups::WaitingGroup;
 use super::queue::{Ended, Queue};
 use super::state::GroupState;
 use super::unfinished::UnfinishedCalls;
 use super::work::{Role, Work};
 use super::worker::Worker;
 use crate::buffer::{Buffer, Tensor};
-use crate::collective::matching::{Age, FurtherCalls, PendingCall, PendingCalls, PendingKind, Reconciliation};
+use crate::collective::matching::{
+    Age, FurtherCalls, PendingCall, PendingCalls, PendingKind, RankStatus, Reconciliation,
+};
 use crate::collective::{Bounds, Call, Counts, MismatchEntry, Op};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -43,9 +48,11 @@ impl Worker {
         queue.gather();
         let ended = self.run_rounds(queue, unfinished, other_groups);
         queue.set_aside();
+        shared.process_groups.note_awaiting(shared.number, Vec::new(), String::new);
+        shared.lacks_calls.store(false, Ordering::Release);
         drop(reconciling);
         if let Some(Ended::Call(_, Err(Error::Mismatch(_)))) = &ended {
-            shared.process_groups.settle(&*shared);
+            shared.process_groups.settle(Some(&*shared));
         }
         ended
     }
@@ -90,13 +97,17 @@ impl Worker {
                 }
                 Ok(Reconciliation::StandIn(signature)) => return self.stand_in(queue, unfinished, &head, signature),
                 Ok(Reconciliation::Fail(positions)) => {
+                    if positions.iter().any(Option::is_none) {
+                        self.shared.process_groups.count_failed_call();
+                    }
                     return self.fail_call(queue, &head, positions[self.rank], "", &other_groups);
                 }
                 Ok(Reconciliation::Contrary(positions)) => {
                     return self.fail_call(queue, &head, positions[self.rank], CONTRARY, &other_groups);
                 }
                 Ok(Reconciliation::ByPairs(signature)) => self.name_pairs(queue, signature),
-                Ok(Reconciliation::Wait(_)) => {
+                Ok(Reconciliation::Wait(ranks)) => {
+                    self.note_awaiting(queue, &ranks);
                     queue.calls.front().into_iter().for_each(|oldest| self.shared.check_deadlock(&oldest.record));
                     pause = if queue.wait_for_more(pause) {
                         Duration::from_millis(1)
@@ -107,6 +118,20 @@ impl Worker {
                 Err(error) => return queue.calls.pop_front().map(|head| Ended::Call(head, Err(error))),
             }
         }
+    }
+
+    /// Notes whether some rank has no call; and which ranks have no other call to make before one of this rank ends, which
+    /// makes none.
+    fn note_awaiting(&self, queue: &Queue, ranks: &[RankStatus]) {
+        let shared = &self.shared;
+        shared.lacks_calls.store(ranks.iter().any(|status| !status.calls), Ordering::Release);
+        let awaits = |status: &RankStatus| {
+            queue.calls.is_empty() && status.calls && !status.joined && status.further_calls == FurtherCalls::Settled
+        };
+        let awaiting = ranks.iter().enumerate().filter(|(_, status)| awaits(status));
+        let awaiting = awaiting.map(|(rank, _)| shared.members.to_world(rank)).collect();
+        let call = || format!("a call on {} that {} has not made", shared.config.key.name(), shared.rank_name());
+        shared.process_groups.note_awaiting(shared.number, awaiting, call);
     }
 
     /// Gives the calls with this signature by pairs that form: for some rank their lengths differ between the ranks, or
@@ -163,7 +188,7 @@ impl Worker {
         };
         match stand_in {
             Ok((call, zeros)) => {
-                let record = shared.recorder.open(&call, None, Deadline::default(), None);
+                let record = shared.recorder.open(&call, None, Deadline::default(), Origin::default());
                 let done = Box::new(move |_: Result<()>| drop(zeros));
                 let work =
                     Work::new(call, Role::StandIn, done, Deadline::default(), record, Arc::clone(&shared.recorder));
@@ -207,15 +232,19 @@ impl Worker {
             let unchanged = queue.arrived.max(head.unmatched_since()).elapsed();
             let all_blocked = || {
                 let mut waiting = shared.process_groups.waiting(shared.stall_check_after);
-                waiting.extend(queue.calls.iter().filter_map(|work| work.record.thread));
-                shared.callers.all_blocked(&waiting)
+                waiting.extend(queue.calls.iter().filter_map(|work| work.record.origin.waiting()));
+                shared.callers_are_among(&waiting, other_groups.is_idle(shared))
             };
             unchanged > match_timeout(head) / EARLY_DIVISOR && all_blocked()
         });
+        let all_blocked = || {
+            let is_idle = other_groups.is_idle(shared);
+            shared.process_groups.all_blocked(shared.stall_check_after, is_idle)
+        };
         let further_calls = match queue.calls.front() {
             _ if queue.closed => FurtherCalls::Closed,
             None => other_groups.further_calls(shared, queue.arrived),
-            Some(_) if quiet && shared.process_groups.all_blocked(shared.stall_check_after) => FurtherCalls::Settled,
+            Some(_) if quiet && all_blocked() => FurtherCalls::Settled,
             Some(_) => other_groups.unsettled(),
         };
         queue.calls.iter().for_each(|work| work.record.set_unmatched(work.call.is_by_name()));
@@ -233,10 +262,7 @@ impl Worker {
     ) -> Option<Ended> {
         let failed = position.and_then(|position| queue.calls.remove(position));
         let entry = match &failed {
-            Some(work) => {
-                self.shared.process_groups.count_failed_call();
-                MismatchEntry::Call(&work.call)
-            }
+            Some(work) => MismatchEntry::Call(&work.call),
             None => MismatchEntry::None(match queue.calls.front() {
                 None => other_groups.describe(&self.shared, queue.closed),
                 Some(first) => {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::call_summary::{CallSummary, SmallCallStats};
-use super::callers::ThreadId;
+use super::callers::Origin;
 use crate::collective::Call;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -25,8 +25,7 @@ pub(super) struct Record {
     pub summary: Arc<CallSummary>,
     pub submitted: Instant,
     pub deadline: Deadline,
-    /// The thread that is blocked in it, if any.
-    pub thread: Option<ThreadId>,
+    pub origin: Origin,
     pub timings: CallTimings,
     /// Nanoseconds after the submission; 0: not yet.
     started: AtomicU64,
@@ -50,7 +49,7 @@ impl Record {
             summary: Arc::clone(&stats.summary),
             submitted: since + Duration::from_nanos(ended.saturating_sub(duration)),
             deadline: Deadline::default(),
-            thread: None,
+            origin: Origin::default(),
             timings: CallTimings::new(team, number),
             started: AtomicU64::new(1),
             ended: AtomicU64::new(duration),
@@ -68,7 +67,7 @@ impl Record {
             Arc::new(CallSummary::new(call)),
             call.signature,
             Deadline::default(),
-            None,
+            Origin::default(),
         )
     }
 
@@ -79,7 +78,7 @@ impl Record {
         summary: Arc<CallSummary>,
         signature: u64,
         deadline: Deadline,
-        thread: Option<ThreadId>,
+        origin: Origin,
     ) -> Record {
         Record {
             number,
@@ -87,7 +86,7 @@ impl Record {
             summary,
             submitted: Instant::now(),
             deadline,
-            thread,
+            origin,
             timings: CallTimings::new(team, number),
             started: AtomicU64::new(0),
             ended: AtomicU64::new(0),

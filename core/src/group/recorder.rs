@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::call_summary::{CallSummary, SmallCallStats};
-use super::callers::ThreadId;
+use super::callers::Origin;
 use super::lost::LostCalls;
 use super::record::Record;
 use super::totals::Totals;
@@ -158,13 +158,7 @@ impl Recorder {
     }
 
     /// Opens the record of a call, which is submitted now without an earlier `submission`.
-    pub fn open(
-        &self,
-        call: &Call,
-        submission: Option<Submission>,
-        deadline: Deadline,
-        thread: Option<ThreadId>,
-    ) -> Arc<Record> {
+    pub fn open(&self, call: &Call, submission: Option<Submission>, deadline: Deadline, origin: Origin) -> Arc<Record> {
         let mut recorder = self.lock();
         if recorder.summaries.len() > MAX_SUMMARIES {
             recorder.summaries.clear();
@@ -172,7 +166,7 @@ impl Recorder {
         let summary = recorder.summaries.entry(call.signature).or_insert_with(|| Arc::new(CallSummary::new(call)));
         let summary = Arc::clone(summary);
         let number = submission.map_or_else(|| self.number(), |submission| submission.number);
-        let mut new_record = Record::new(call.group().number(), number, summary, call.signature, deadline, thread);
+        let mut new_record = Record::new(call.group().number(), number, summary, call.signature, deadline, origin);
         submission.iter().for_each(|submission| new_record.submitted = submission.time());
         // Reuses the evicted record if nobody else has it.
         let record = match recorder.evict() {
@@ -263,7 +257,7 @@ mod tests {
                 &call(&mut data, "a"),
                 None,
                 Deadline { after: Some(Duration::ZERO), ..Deadline::default() },
-                None,
+                Origin::default(),
             );
             assert_eq!(record.number, number);
             assert!(recorder.overdue().is_some_and(|is_late| Arc::ptr_eq(&is_late, &record)));
@@ -285,7 +279,7 @@ mod tests {
     fn calls_in_flight_are_kept_until_they_end() {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
-        let open = |data: &mut [f32]| recorder.open(&call(data, "a"), None, Deadline::default(), None);
+        let open = |data: &mut [f32]| recorder.open(&call(data, "a"), None, Deadline::default(), Origin::default());
         let running: Vec<_> = (0..5 * RING_CALLS).map(|_| open(&mut data)).collect();
         assert_eq!((recorder.pending().len(), recorder.totals().calls), (running.len(), 0));
         running.iter().for_each(|record| record.end(&Ok(())));
@@ -301,7 +295,7 @@ mod tests {
     fn small_call_is_recorded_with_the_time_of_its_end() {
         let recorder = Recorder::default();
         let mut data = [0f32; 16];
-        let first = recorder.open(&call(&mut data, "a"), None, Deadline::default(), None);
+        let first = recorder.open(&call(&mut data, "a"), None, Deadline::default(), Origin::default());
         first.end(&Ok(()));
         let stats = recorder.small_call_stats(&first);
         recorder.count_small(recorder.number(), &stats, 2, Some(Instant::now()));
@@ -318,7 +312,7 @@ mod tests {
     fn number_of_summaries_is_limited() {
         let recorder = Recorder::default();
         for stats in 0..3 * MAX_SUMMARIES {
-            recorder.open(&call(&mut [0.0], &stats.to_string()), None, Deadline::default(), None);
+            recorder.open(&call(&mut [0.0], &stats.to_string()), None, Deadline::default(), Origin::default());
             assert!(recorder.lock().summaries.len() <= MAX_SUMMARIES + 1);
         }
     }
@@ -335,7 +329,7 @@ mod tests {
         let clock = || clock_gettime(ClockId::ThreadCPUTime);
         let start = clock();
         for _ in 0..rounds {
-            let record = recorder.open(&call, None, Deadline::default(), None);
+            let record = recorder.open(&call, None, Deadline::default(), Origin::default());
             record.start(true);
             let mut timer = PhaseTimer::start(&record.timings, 64);
             for activity in [Activity::Copy, Activity::Reduce, Activity::Copy] {

@@ -124,7 +124,7 @@ impl LeadState {
     pub fn finish_held(&mut self, number: u64) -> Option<OnComplete> {
         let LeadState { worker, cached_calls, held, .. } = self;
         let Worker { shared, channel, .. } = worker;
-        let call = held.as_mut().filter(|held| held.submission.number == number && held.thread.is_none())?;
+        let call = held.as_mut().filter(|held| held.submission.number == number && held.origin.waiting().is_none())?;
         if shared.has_failed() {
             return None;
         }
@@ -141,11 +141,11 @@ impl LeadState {
         if let Some(done) = self.finish_held(number) {
             return Some(Ok(Ended::Small(done)));
         }
-        let HeldCall { index, posted, submission, thread, timeout, done, .. } = self.held.take()?;
+        let HeldCall { index, posted, submission, origin, timeout, done, .. } = self.held.take()?;
         let LeadState { worker, cached_calls, .. } = self;
         let shared = &worker.shared;
         let call = cached_calls.call(index).clone();
-        let work = Arc::new(shared.work(call, Role::Own, Some(submission), thread, timeout, done));
+        let work = Arc::new(shared.work(call, Role::Own, Some(submission), origin, timeout, done));
         work.record.start(true);
         let agreed =
             worker.run_checked(&work, |channel, _, wait_ctx| cached_calls.wait(channel, index, posted, wait_ctx));

@@ -2,12 +2,12 @@
 //!
 //! Thread rule: any thread.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::active::Active;
-use super::callers::{CallerThreads, ThreadId};
+use super::callers::{CallerThreads, Origin, ThreadId};
 use super::gpu_state::GpuState;
 use super::group_deadline::GroupDeadline;
 use super::process_groups::{ProcessGroups, WaitingGroup};
@@ -50,6 +50,8 @@ pub(super) struct GroupState {
     pub stall_check_after: Duration,
     /// Whether the group's thread reconciles calls.
     pub reconciling: Active,
+    /// Whether it does, and some rank has no call.
+    pub lacks_calls: AtomicBool,
     /// Whether the group's thread takes part in a round without a call, and in the reconciliation after it.
     pub joining_stalled: Active,
     /// The last stalled round that the group's thread was asked to join, plus 1; 0 for none.
@@ -195,19 +197,19 @@ impl GroupState {
         self.matched.load(Ordering::Relaxed)
     }
 
-    /// The work of a call of this rank, which is submitted now without an earlier `submission`. `thread`: the one that
-    /// it blocks, if any.
+    /// The work of a call of this rank, which is submitted now without an earlier `submission`. `origin`: who has
+    /// made it.
     pub fn work(
         &self,
         call: Call,
         role: Role,
         submission: Option<Submission>,
-        thread: Option<ThreadId>,
+        origin: Origin,
         timeout: Timeout,
         done: OnComplete,
     ) -> Work {
         let deadline = self.deadline.of(timeout);
-        let record = self.recorder.open(&call, submission, deadline, thread);
+        let record = self.recorder.open(&call, submission, deadline, origin);
         Work::new(call, role, done, deadline, record, Arc::clone(&self.recorder))
     }
 }
@@ -225,12 +227,17 @@ impl WaitingGroup for GroupState {
         self.recorder.pending()
     }
 
-    fn callers_are_among(&self, waiting: &[ThreadId]) -> bool {
-        self.callers.all_blocked(waiting)
+    fn callers_are_among(&self, waiting: &[ThreadId], is_idle: bool) -> bool {
+        let has_ended = || self.recorder.pending().iter().all(|record| record.origin != Origin::Pool);
+        self.callers.all_blocked(waiting) && (!self.callers.include_pools() || is_idle && has_ended())
     }
 
     fn reconciles(&self) -> bool {
         self.reconciles()
+    }
+
+    fn lacks_calls(&self) -> bool {
+        self.lacks_calls.load(Ordering::Acquire)
     }
 
     fn joins_stalled(&self) -> bool {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::callers::this_thread;
+use super::callers::{Caller, Origin};
 use super::handle::CallHandle;
 use super::held::HeldCall;
 use super::lead::{Lead, Leading};
@@ -97,7 +97,7 @@ impl Group {
         input: impl FnOnce() -> Option<SmallCallInput<'v>>,
         timeout: Timeout,
     ) -> Option<(Result<()>, Option<Duration>)> {
-        let mut leading = self.lead_small(true)?;
+        let (mut leading, origin) = self.lead_small(Caller::Waits)?;
         let recorder = &self.shared.recorder;
         let since = small_calls::is_sampled(self.shared.matched()).then(Instant::now);
         let (index, posted) = match leading.start_small(words, without_own_end(input, timeout), since, u32::MAX)? {
@@ -105,10 +105,10 @@ impl Group {
             Ok(Some(posted)) => posted,
             Err(error) => return Some((Err(error), None)),
         };
-        let (started, submission, thread) = (Instant::now(), recorder.submission(), Some(this_thread()));
+        let (started, submission) = (Instant::now(), recorder.submission());
         let result = wait_for_result(
             || self.shared.process_groups.interrupt(),
-            |done| leading.run_held(HeldCall { index, posted, submission, since, thread, timeout, done }),
+            |done| leading.run_held(HeldCall { index, posted, submission, since, origin, timeout, done }),
         );
         Some((result, Some(started.elapsed())))
     }
@@ -127,7 +127,7 @@ impl Group {
     ) -> Option<CallHandle> {
         // A call by name needs this rank for the decision on the order, whatever this rank does meanwhile.
         let input = || input().filter(|input| !input.by_name);
-        let mut leading = self.lead_small(false)?;
+        let (mut leading, origin) = self.lead_small(Caller::GoesOn)?;
         let since = small_calls::is_sampled(self.shared.matched()).then(Instant::now);
         let started = leading.start_small(words, input, since, START_SPINS)?;
         let (handle, done) = CallHandle::new(then.take());
@@ -140,7 +140,7 @@ impl Group {
             }
         };
         let submission = self.shared.recorder.submission();
-        leading.hold(HeldCall { index, posted, submission, since, thread: None, timeout, done });
+        leading.hold(HeldCall { index, posted, submission, since, origin, timeout, done });
         Some(handle.of_held(&self.lead, submission.number))
     }
 
@@ -150,14 +150,14 @@ impl Group {
         handle.led_by(&self.lead)
     }
 
-    /// The role for the caller of a small call, if that may take the fast path. `blocks`: its caller waits for it.
+    /// The role for the caller of a small call, if that may take the fast path.
     #[inline]
-    fn lead_small(&self, blocks: bool) -> Option<Leading<'_>> {
+    fn lead_small(&self, caller: Caller) -> Option<(Leading<'_>, Origin)> {
         if timeline::is_on() || self.shared.has_failed() || signals::checking() {
             return None;
         }
-        self.shared.callers.record(blocks);
-        self.lead.try_lead_idle()
+        let origin = self.shared.callers.record(caller);
+        self.lead.try_lead_idle().map(|leading| (leading, origin))
     }
 
     /// Seconds that callers have waited in small allreduces that completed inline.
@@ -190,7 +190,7 @@ impl Group {
 
     /// Submits a call: to the group's thread, or, if its caller blocks and can lead, for [`Group::run`].
     pub(crate) fn new_work(&self, call: Call, options: &CallOptions, done: OnComplete) -> Submitted<'_> {
-        let work = self.work(call, Role::Own, options.caller_blocks, options.timeout, done, options.loss.clone());
+        let work = self.work(call, Role::Own, options.caller(), options.timeout, done, options.loss.clone());
         self.accept(work, options.caller_blocks)
     }
 
@@ -214,13 +214,13 @@ impl Group {
         &self,
         call: Call,
         role: Role,
-        blocks: bool,
+        caller: Caller,
         timeout: Timeout,
         done: OnComplete,
         loss: Option<Loss>,
     ) -> Arc<Work> {
-        let thread = self.shared.callers.record(blocks);
-        let work = self.shared.work(call, role, None, thread, timeout, done).submitted(self.shared.number, loss);
+        let origin = self.shared.callers.record(caller);
+        let work = self.shared.work(call, role, None, origin, timeout, done).submitted(self.shared.number, loss);
         work.record.set_unmatched(work.ends_alone());
         Arc::new(work)
     }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use oneshot::RecvTimeoutError;
 
+use super::callers::Caller;
 use super::join_state::JoinState;
 use super::lost::Loss;
 use super::record::Record;
@@ -68,6 +69,8 @@ pub struct CallOptions {
     /// The calling thread makes no other call before this one has ended. A call without a counterpart then fails
     /// sooner.
     pub caller_blocks: bool,
+    /// A thread of a pool makes the call for somebody else: which of them makes which call is chance.
+    pub by_pool: bool,
     /// The deadline.
     pub timeout: Timeout,
     /// The device of the tensors; `None`: host memory.
@@ -76,6 +79,17 @@ pub struct CallOptions {
     pub counts: Counts,
     /// That of the handle of the call, which reports its result to the program; `None` if `done` does.
     pub loss: Option<Loss>,
+}
+
+impl CallOptions {
+    /// What the calling thread does then.
+    pub(super) fn caller(&self) -> Caller {
+        match (self.by_pool, self.caller_blocks) {
+            (true, _) => Caller::OfPool,
+            (false, true) => Caller::Waits,
+            (false, false) => Caller::GoesOn,
+        }
+    }
 }
 
 /// The deadline of a call.

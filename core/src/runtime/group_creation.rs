@@ -145,7 +145,10 @@ fn make_group(
     let (job, dumper, process_groups) = started(|runtime| {
         Ok((Arc::clone(&runtime.job), Arc::downgrade(&runtime.dumper), Arc::clone(&runtime.process_groups)))
     })?;
-    let resources = job.create_group(name, members, &settings, cpus.as_ref().map(drop).map_err(Error::clone))?;
+    let ready = cpus.as_ref().map(drop).map_err(Error::clone);
+    let creating = process_groups.creating(format!("the creation of {name}"));
+    let resources = job.create_group(name, members, &settings, ready, &*process_groups)?;
+    drop(creating);
     let on_failure: OnFailure = Arc::new(move |text: &str| {
         Weak::upgrade(&dumper).into_iter().for_each(|dumper| dumper.write_on_failure(text));
     });

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::creations::{Creation, LOOK_EVERY};
+use super::creations::{Calls, Creation, LOOK_EVERY};
 use super::group_agreement::{Agreement, Share};
 use super::group_arenas::{GroupArenas, readable_processes};
 use super::group_memory::NewControl;
@@ -43,7 +43,7 @@ struct CreationPlan<'a> {
 
 impl Job {
     /// Creates the resources of the group `name`. Called by its members only: a rank that is not `ready` takes part
-    /// too, and all members get its error.
+    /// too, and all members get its error. `calls` are those of this process.
     ///
     /// # Errors
     /// Equal on all members: the settings differ, or a rank is not ready, lost, or out of memory. After a passed
@@ -54,6 +54,7 @@ impl Job {
         members: &Members,
         config: &GroupConfig,
         ready: Result<()>,
+        calls: &dyn Calls,
     ) -> Result<GroupResources> {
         let first = GroupKey::new(name.clone(), members, 0).hash();
         let generation = self.creations.next_generation(first);
@@ -94,7 +95,11 @@ impl Job {
                     if members.size() == 1 {
                         return None;
                     }
-                    interval.run(|| running.conflict(conflict_looks.replace(conflict_looks.get() + 1)))
+                    calls.look();
+                    interval.run(|| {
+                        let looks = conflict_looks.replace(conflict_looks.get() + 1);
+                        running.conflict(looks, calls)
+                    })
                 };
                 let name = |member: usize| self.ranks.names[members.to_world(member)].clone();
                 let prefix = format!("group/{:016x}", key.hash());
@@ -102,10 +107,15 @@ impl Job {
                 let agreement = Agreement { store: &*self.store, prefix, topology: &topology, name: &name, looks };
                 let failed =
                     || self.lost_member(members, &what).or_else(|| agreement.decided_error()).or_else(&conflict);
-                with_limits(&what, timeout, self.ranks.config.stall_warn, &failed, |wait_ctx| {
+                let created = with_limits(&what, timeout, self.ranks.config.stall_warn, &failed, |wait_ctx| {
                     let agree = |shape: &str, outcome: Result<Share>| agreement.agree(shape, outcome, wait_ctx);
-                    self.create(&plan, ready, agree, wait_ctx)
-                })
+                    self.create(&plan, ready.clone(), agree, wait_ctx)
+                });
+                if matches!(created, Err(Error::Mismatch(_))) && running.was_given_up() {
+                    drop(running);
+                    return self.create_group(key.name().clone(), members, config, ready, calls);
+                }
+                created
             }
         }
     }

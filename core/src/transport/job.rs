@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use super::NetworkModel;
 use super::arenas::Arenas;
 use super::bootstrap::{Bootstrap, Exchanges, Network};
-use super::creations::Creations;
+use super::creations::{Creation, Creations, LOOK_EVERY};
 use super::detector_links::{FAILURE_CHECK, HostAddress, Listener};
 use super::failure_detector::{FailureDetector, HostGroups, MonitoredProcess};
 use super::group_memory::GroupMemory;
@@ -223,6 +223,12 @@ impl Job {
         result
     }
 
+    /// The end of the job, as something that waits for all ranks.
+    fn ending(&self) -> Creation {
+        let (text, members) = ("finalize".to_owned(), (0..self.ranks.topology.size()).collect());
+        Creation { hash: 0, first: 0, generation: 0, text, members, on_main_thread: true }
+    }
+
     /// A rank of another host that the failure detector has reported as lost.
     fn lost_elsewhere(&self) -> Option<String> {
         let rank = self.groups.lost_ranks().next()?;
@@ -252,13 +258,23 @@ impl Job {
         if !bootstrap.ends_together() {
             return Ok(false);
         }
+        let looks = Interval::new(LOOK_EVERY);
+        // Ranks that create a group with this one learn that it does not come.
+        let ending = self.creations.start(&*self.store, self.ending());
+        let meanwhile = || {
+            meanwhile();
+            looks.run(|| {
+                ending.publish();
+                None::<()>
+            });
+        };
         // From now on, the end of a rank is no failure.
         let all_here = || drop(lock(&self.detector).take());
         // A network may not survive messages to a host with an exited rank.
         let lost = failure.filter(|error| self.network.is_some() && matches!(error, Error::PeerLost(_)));
         let outcome = match self.poisoned.get().or(lost) {
             Some(error) => Err(error.clone()),
-            None => self.in_step_with("finalize", meanwhile, |wait_ctx| bootstrap.finish(&all_here, wait_ctx)),
+            None => self.in_step_with("finalize", &meanwhile, |wait_ctx| bootstrap.finish(&all_here, wait_ctx)),
         };
         outcome.map(|()| true).inspect_err(|_| self.leave())
     }

@@ -55,6 +55,7 @@ pub mod sync;
 pub mod tcp_store;
 pub mod wait_context;
 
+pub use creations::Calls;
 pub use host_link::{ExchangeBuffers, HostLink, HostMessage, MAX_EXCHANGES};
 pub use host_wait::{HostWait, check_hosts, finish_exchange};
 pub use network_model::NetworkModel;

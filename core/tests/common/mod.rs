@@ -148,7 +148,7 @@ pub fn groups(hosts: &[usize], members: &[Vec<usize>], timeout: Duration) -> Vec
         selection: Selection::default(),
         timeout: Deadline { after: Some(timeout), ..Deadline::default() },
         stall_warn: None,
-        match_timeout: Duration::from_secs(1),
+        match_timeout: Duration::from_secs(10),
         device: DeviceSettings::default(),
     };
     let on_failure: OnFailure = Arc::new(|_| {});
