@@ -21,7 +21,7 @@ DECORATORS = ("made", "op_of")
 
 
 def _module(name: str) -> types.ModuleType:
-    """A file of the package that imports nothing but the table, without the package, which needs the core."""
+    """A file of the package that imports only files loaded before, without the package, which needs the core."""
     sys.modules.setdefault("dl_comm", types.ModuleType("dl_comm"))
     full = f"dl_comm.{name}"
     if full not in sys.modules:
@@ -30,7 +30,7 @@ def _module(name: str) -> types.ModuleType:
     return sys.modules[full]
 
 
-TABLE, MADE = _module("_table"), _module("_made")
+TABLE, _, MADE = _module("_table"), _module("_errors"), _module("_made")
 
 
 @functools.cache

@@ -6,11 +6,11 @@
  *
  * Thread rule: every function may be called from any thread. Functions marked "collective" must be called by all
  * ranks, and those of one team or group in the same order. Calls match by their signature: collective, operator, root,
- * name, element types and shapes. If their order differs between ranks, calls with different signatures run in the order
- * of rank 0, and with DL_COMM_BY_NAME they match wherever a rank makes them. Calls with equal signatures, as those without
- * a name often have, match in the order in which each rank makes them: in different orders they would combine the wrong
- * tensors, without an error. So calls whose order may differ, those of several threads for example, need names of their
- * own. Broadcast, barrier and check_buffers_match share a team of their own. */
+ * name, element types and shapes. If their order differs between ranks, calls with different signatures run in the
+ * order of rank 0, and with DL_COMM_BY_NAME they match wherever a rank makes them. Calls with equal signatures, as
+ * those without a name often have, match in the order in which each rank makes them: in different orders they would
+ * combine the wrong tensors, without an error. So calls whose order may differ, those of several threads for example,
+ * need names of their own. Broadcast, barrier and check_buffers_match share a team of their own. */
 #ifndef DL_COMM_H
 #define DL_COMM_H
 
@@ -256,8 +256,8 @@ typedef struct dl_comm_work dl_comm_work_t;
 struct dl_comm_device;
 
 /* A flag of a call: it matches the call of its name, wherever the ranks make it. Without it, calls with different
- * signatures may have another order on some ranks, but a rank must not wait for one of them before it has made those that
- * another rank makes before it. With it:
+ * signatures may have another order on some ranks, but a rank must not wait for one of them before it has made those
+ * that another rank makes before it. With it:
  * - A rank may wait for any of its calls, whatever others have started before it, and have any number in flight. Calls
  *   of one name match in their order. All ranks give the flag, or none.
  * - If the calls of a name differ, they fail with DL_COMM_ERROR_MISMATCH on every rank, and no other call does.
@@ -616,6 +616,11 @@ int dl_comm_release_owner(int teamID, uint64_t owner);
 /* Returns the total seconds that callers of this rank have waited on the team, the value that `verbosity` prints. A
  * negative DL_COMM_ERROR_* code for an unknown team. */
 double dl_comm_get_waited(int teamID);
+
+/* For bindings that check arguments themselves: this rank has refused a call with the message `error`. Calls that the
+ * other ranks have made in its place, and that match no call of this rank, fail on them with DL_COMM_ERROR_MISMATCH and
+ * this message. Errors of this library about arguments do the same. Local. */
+int dl_comm_note_refusal(const char* error);
 
 /* Functions with `capacity` write at most `capacity` bytes of a text, with a terminating NUL. They return the full
  * length without the NUL, as snprintf does. */

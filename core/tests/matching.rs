@@ -239,3 +239,69 @@ fn a_call_timeout_holds_behind_another_call() {
         }
     });
 }
+
+/// What a rank does after it has refused a call.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum After {
+    /// It makes the call, properly.
+    Again,
+    /// It makes the next call.
+    Next,
+    /// As `Next`, while a call is in flight that it has started before.
+    NextInFlight,
+}
+
+/// The calls of the others in the place of a refused one fail with its error, and the next ones match; or nothing fails, if
+/// the rank makes the call again.
+#[test]
+fn a_refused_call_shifts_no_later_call() {
+    for hosts in [&[2][..], &[3], &[1, 1], &[2, 1]] {
+        for after in [After::Again, After::Next, After::NextInFlight] {
+            let world = World::new(hosts);
+            let (timeout, match_timeout) = (Duration::from_secs(60), Duration::from_secs(6));
+            World { timeout, match_timeout, ..world }.run(|rank| {
+                for round in 0..3 {
+                    let mut before = [rank.rank as f32; 7];
+                    let in_flight = (after == After::NextInFlight)
+                        .then(|| rank.start(Op::MEAN, vec![vec![tensor(&mut before)]], ""));
+                    let mut data = [rank.rank as f32; 5];
+                    let has_refused = rank.rank == (round + 1) % rank.size;
+                    if has_refused {
+                        let refused = rank.call(Op::MEAN, vec![vec![tensor(&mut [true; 5])]], "");
+                        assert!(matches!(refused, Err(Error::DType(_))), "{refused:?}");
+                    }
+                    let outcome = match has_refused && after != After::Again {
+                        true => None,
+                        false => Some(rank.call(Op::MEAN, vec![vec![tensor(&mut data)]], "")),
+                    };
+                    match outcome {
+                        None => {}
+                        Some(Ok(())) => assert_eq!(after, After::Again),
+                        Some(Err(Error::Mismatch(text))) => {
+                            assert!(after != After::Again && text.contains("has refused its call: "), "{text}");
+                            assert!(text.contains("bool"), "{text}");
+                        }
+                        Some(Err(error)) => panic!("{error}"),
+                    }
+                    let mut next = [rank.rank as f32; 3];
+                    rank.call(Op::MEAN, vec![vec![tensor(&mut next)]], "").unwrap();
+                    assert_eq!(next, [(rank.size - 1) as f32 / 2.0; 3]);
+                    in_flight.into_iter().for_each(|call| call.recv().unwrap().unwrap());
+                }
+            });
+        }
+    }
+}
+
+/// Nothing is left of a refused call once later ones have matched: a rank may be the only one to try it.
+#[test]
+fn a_call_that_only_one_rank_has_tried_is_forgotten() {
+    World { timeout: Duration::from_secs(60), ..World::new(&[2]) }.run(|rank| {
+        if rank.rank == 1 {
+            rank.call(Op::MEAN, vec![vec![tensor(&mut [true; 5])]], "").unwrap_err();
+        }
+        rank.call(Op::MEAN, vec![vec![tensor(&mut [1f32; 5])]], "").unwrap();
+        let different = rank.call(Op::MEAN, vec![vec![tensor(&mut vec![1f32; 5 + rank.rank])]], "");
+        assert!(matches!(&different, Err(Error::Mismatch(text)) if !text.contains("refused")), "{different:?}");
+    });
+}

@@ -34,7 +34,7 @@ impl Rank {
     /// The list that the other ranks receive.
     fn list(&self) -> PendingCalls {
         let further_calls = if self.future.is_empty() { FurtherCalls::Settled } else { FurtherCalls::Open };
-        PendingCalls { calls: self.waiting.clone(), further_calls, quiet: self.future.is_empty() }
+        PendingCalls { calls: self.waiting.clone(), further_calls, quiet: self.future.is_empty(), refused: false }
     }
 
     /// Runs the calls in `order`.
@@ -109,6 +109,7 @@ fuzz_target!(|input: Input| {
                     position.map(|position| rank.waiting.remove(position));
                 }
             }
+            Reconciliation::Refused(_) => panic!("no rank has refused a call"),
             Reconciliation::StandIn(_) => panic!("no rank has joined"),
             Reconciliation::ByPairs(_) => panic!("no call has that form"),
             Reconciliation::Wait(_) => {}

@@ -15,7 +15,7 @@ from dl_comm._arguments import arrays_of, results_like, returned
 from dl_comm._binding import binding_of
 from dl_comm._checks import checked_flag, checked_name, checked_root, checked_team, seconds
 from dl_comm._cuda_arrays import broadcast_into, in_core, is_on_gpu
-from dl_comm._errors import ArgumentError, DTypeError
+from dl_comm._errors import ArgumentError, DTypeError, noting_refusals
 from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_of_all, unless_world
 from dl_comm._groups import given as given_group
 from dl_comm._made import Variant, made
@@ -30,6 +30,7 @@ _ARRAYS = {np.ndarray}
 _WITHOUT_MEAN = {np.dtype(kind).char for kind in ("i2", "u2", "u4", "u8", np.ulonglong, np.uintc, "c8", "c16")}
 
 
+@noting_refusals
 def gradients(
     tensors: Any,
     team: int = 0,

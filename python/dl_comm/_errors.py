@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import re
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class CommError(RuntimeError):
@@ -39,6 +44,10 @@ class TimeoutError(CommError, builtins.TimeoutError):  # noqa: A001 - the name o
 
 class PeerLostError(CommError):
     """Another process of the job has ended. The team cannot be used any more."""
+
+
+REFUSALS = (ArgumentError, DTypeError)
+"""Errors about the arguments of a call, which this rank then does not make."""
 
 
 class RankFailedError(CommError):
@@ -108,6 +117,27 @@ def error_of(exception: BaseException) -> CommError | None:
             return found
         following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
     return None
+
+
+def note_refusal(error: BaseException) -> None:
+    """Note that this rank has refused a collective: those of the other ranks in its place fail with this error."""
+    from dl_comm import _dl_comm
+
+    _dl_comm.note_refusal(f"{type(error).__name__}: {error}")
+
+
+def noting_refusals(function: _Function) -> _Function:
+    """Note the errors of a collective about its arguments, see `note_refusal`."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except REFUSALS as error:
+            note_refusal(error)
+            raise
+
+    return cast(_Function, call)
 
 
 def translate(error: BaseException) -> BaseException:

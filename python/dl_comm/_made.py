@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
+from dl_comm._errors import REFUSALS, note_refusal
 from dl_comm._table import COMMON, OPTIONS, Call, Option
 
 _Call = TypeVar("_Call", bound=Call)
@@ -120,7 +121,10 @@ def made(call: type[_Call], variant: Variant = _AS_IN_THE_TABLE) -> Callable[[Ca
         arguments = ", ".join([*own, f"({''.join(f'{name}, ' for name in shared)})"])
         source = f"def {call.name}({', '.join(parameters)}):\n    return run({arguments})\n"
         filename = f"<{run.__module__}.{call.name}>"
-        space: dict[str, Any] = {"run": run, "__name__": run.__module__}
+        if call.code:  # no message
+            start, body = source.split("\n", 1)
+            source = f"{start}\n    try:\n    {body}    except refusals as error:\n        note(error)\n        raise\n"
+        space: dict[str, Any] = {"run": run, "refusals": REFUSALS, "note": note_refusal, "__name__": run.__module__}
         exec(compile(source, filename, "exec"), space)
         # For tracebacks.
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)

@@ -211,6 +211,15 @@ fn dump_on_signal(enabled: bool) {
     unsafe { api::ffi::dl_comm_dump_on_signal(i32::from(enabled)) };
 }
 
+/// Notes that this rank has refused a call with this error.
+#[pyfunction]
+fn note_refusal(py: Python<'_>, error: &str) -> PyResult<()> {
+    let error = CString::new(error.replace('\0', " "))?;
+    // SAFETY: passes a C string.
+    call(py, || unsafe { api::ffi::dl_comm_note_refusal(error.as_ptr()) })?;
+    Ok(())
+}
+
 /// Whether this process is or was a rank.
 #[pyfunction]
 fn is_up(py: Python<'_>) -> bool {
@@ -404,6 +413,7 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(is_initialized, module)?,
         wrap_pyfunction!(stacks_from, module)?,
         wrap_pyfunction!(dump_on_signal, module)?,
+        wrap_pyfunction!(note_refusal, module)?,
         wrap_pyfunction!(compile_kernels, module)?,
         wrap_pyfunction!(is_up, module)?,
         wrap_pyfunction!(is_helper, module)?,

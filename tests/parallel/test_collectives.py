@@ -733,6 +733,23 @@ def test_calls_that_differ_fail_everywhere_and_the_next_one_works(
     assert framework.comm.allreduce(1) == size
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_call_that_one_rank_refuses(framework: Framework, again: bool, rank: int, size: int) -> None:
+    """It may make the call again; else those of the others fail with its error, and the next ones match."""
+    if size == 1:
+        return
+    comm, x = framework.comm, framework.make(np.ones(3, np.float32))
+    if rank == 0:
+        with pytest.raises(dl_comm.ArgumentError, match="root"):
+            comm.reduce(x, size)
+    if again:
+        comm.reduce(x, 0)
+    elif rank > 0:
+        with pytest.raises(dl_comm.MismatchError, match="rank 0: has refused its call: ArgumentError: .*root"):
+            comm.reduce(x, 0)
+    framework.check(comm.allreduce(x), np.full(3, size, np.float32))
+
+
 def test_shapes_of_blocks_must_match(framework: Framework, rank: int, size: int) -> None:
     if size == 1:
         return

@@ -50,6 +50,19 @@ pub unsafe extern "C" fn dl_comm_dump(folder: *const c_char, path: *mut c_char, 
     })
 }
 
+/// `dl_comm_note_refusal` of `dl_comm.h`.
+///
+/// # Safety
+/// `error` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dl_comm_note_refusal(error: *const c_char) -> c_int {
+    catch(|| {
+        // SAFETY: the caller's promise.
+        runtime::note_refusal(&unsafe { text(error) });
+        Ok(0)
+    })
+}
+
 /// `dl_comm_timeline_start` of `dl_comm.h`.
 ///
 /// # Safety

@@ -25,6 +25,9 @@
 //! different groups. Then nothing fails while any rank computes, because that rank may just be slow.
 //! [`PendingCalls::quiet`] covers only this group's callers, so it counts only if all lists have calls.
 //!
+//! A rank may have refused a call because of its arguments ([`PendingCalls::refused`]). It may make the call again, properly.
+//! If it has none that matches, the calls that the others have in its place fail after a while.
+//!
 //! A rank may have joined ([`PendingKind::Join`]): it has no more data. The common calls of the other ranks then run
 //! one by one, and it contributes zeros to them ([`Reconciliation::StandIn`]), until all have joined. So did Horovod's
 //! `join`.
@@ -49,11 +52,14 @@ pub struct RankStatus {
     pub calls: bool,
     /// Whether more calls can come.
     pub further_calls: FurtherCalls,
+    /// Whether it has refused a call.
+    pub refused: bool,
 }
 
 impl RankStatus {
     fn of(list: &PendingCalls) -> RankStatus {
-        RankStatus { joined: list.has_joined(), calls: !list.calls.is_empty(), further_calls: list.further_calls }
+        let PendingCalls { further_calls, refused, .. } = *list;
+        RankStatus { joined: list.has_joined(), calls: !list.calls.is_empty(), further_calls, refused }
     }
 
     /// The status as text for messages.
@@ -81,6 +87,8 @@ pub enum Reconciliation {
     ByPairs(u64),
     /// Fail the calls at these positions, by rank: they do not match.
     Fail(Vec<Option<usize>>),
+    /// Fail the calls at these positions, by rank: those without have refused theirs.
+    Refused(Vec<Option<usize>>),
     /// Fail the call at these positions, by rank: with calls on the same memory, it needs contrary orders.
     Contrary(Vec<Option<usize>>),
     /// Decide again after new calls; the current status by rank.
@@ -99,6 +107,9 @@ pub fn decide(lists: &[PendingCalls]) -> Reconciliation {
     }
     if let Some(signature) = common_by_pairs(lists) {
         return Reconciliation::ByPairs(signature);
+    }
+    if let Some(positions) = refused(lists) {
+        return Reconciliation::Refused(positions);
     }
     if let Some(positions) = conflict(&all, false) {
         return Reconciliation::Fail(of_all(positions));
@@ -160,6 +171,21 @@ fn unmatched(lists: &[PendingCalls]) -> Vec<Option<usize>> {
     lists.iter().map(|list| list.calls.iter().position(|call| Some(call.key) == name)).collect()
 }
 
+/// What fails because some ranks have refused their calls: the oldest call of each of the others that does not match by name,
+/// if all of these have one that has waited for a while.
+fn refused(lists: &[PendingCalls]) -> Option<Vec<Option<usize>>> {
+    let instead = |list: &PendingCalls| {
+        let position = list.calls.iter().position(|call| !call.by_name)?;
+        let call = &list.calls[position];
+        (call.kind != PendingKind::Join && call.age != Age::New).then_some(position)
+    };
+    let (refused, others): (Vec<_>, Vec<_>) = lists.iter().partition(|list| list.refused);
+    if refused.is_empty() || others.is_empty() || others.iter().any(|list| instead(list).is_none()) {
+        return None;
+    }
+    Some(lists.iter().map(|list| instead(list).filter(|_| !list.refused)).collect())
+}
+
 /// The decision for the ranks that have not joined, if others have and these have a common call or a conflict.
 fn decide_for_joined(lists: &[PendingCalls]) -> Option<Reconciliation> {
     let (joined, active): (Vec<&PendingCalls>, Vec<&PendingCalls>) = lists.iter().partition(|list| list.has_joined());
@@ -202,9 +228,10 @@ impl Reconciliation {
         let capacity = max_bytes.saturating_sub(MAX_HEADER_BYTES);
         match &mut self {
             Reconciliation::Run(order) => order.truncate((capacity / 10).max(1)),
-            Reconciliation::Wait(ranks) => ranks.truncate(capacity / 3),
+            Reconciliation::Wait(ranks) => ranks.truncate(capacity / 4),
             Reconciliation::Fail(_)
             | Reconciliation::Contrary(_)
+            | Reconciliation::Refused(_)
             | Reconciliation::StandIn(_)
             | Reconciliation::ByPairs(_) => {}
         }

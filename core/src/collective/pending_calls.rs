@@ -60,6 +60,8 @@ pub struct PendingCalls {
     pub further_calls: FurtherCalls,
     /// Whether every thread that has called this group waits for one of these calls.
     pub quiet: bool,
+    /// Whether the rank has refused a call, by an error about its arguments, and no call after it has matched.
+    pub refused: bool,
 }
 
 /// Whether a rank may submit further calls.
@@ -87,7 +89,7 @@ impl PendingCalls {
         let count = self.calls.len().div_ceil(per_page).max(1);
         (0..count).map(move |page| {
             let calls = self.calls.iter().skip(page * per_page).take(per_page).copied().collect();
-            PendingCalls { calls, further_calls: self.further_calls, quiet: self.quiet }
+            PendingCalls { calls, ..*self }
         })
     }
 }

@@ -29,7 +29,7 @@ impl Channel {
             (!more).then(|| (matching::decide(&lists).truncated(max_bytes), matching::lacking(&lists, max_bytes)))
         };
         let decision = loop {
-            let empty = || PendingCalls { calls: Vec::new(), further_calls: list.further_calls, quiet: list.quiet };
+            let empty = || PendingCalls { calls: Vec::new(), ..*list };
             let page = pages.next().unwrap_or_else(empty);
             let more = pages.len() > 0;
             if let Some(decision) = value_allgather::allgather_merge(self, &(page, more), wait_ctx, &mut decide)? {
@@ -37,7 +37,9 @@ impl Channel {
             }
         };
         match &decision.0 {
-            Reconciliation::Fail(calls) | Reconciliation::Contrary(calls) if calls.len() != self.topology.size() => {
+            Reconciliation::Fail(calls) | Reconciliation::Contrary(calls) | Reconciliation::Refused(calls)
+                if calls.len() != self.topology.size() =>
+            {
                 Err(Error::Internal("the decision on the calls does not name every rank".into()))
             }
             _ => Ok(decision),

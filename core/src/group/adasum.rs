@@ -28,6 +28,7 @@ use crate::reduce::adasum::{Work, accepts, combine, dot_products};
 /// As for [`Group::submit`].
 pub unsafe fn start_adasum(group: &Arc<Group>, tensors: Vec<Tensor>, options: CallOptions, done: OnComplete) {
     if let Err(error) = check(&tensors, &options) {
+        group.note_refusal(&error);
         return done(Err(error));
     }
     // SAFETY: the caller's promise.

@@ -30,6 +30,8 @@ pub(super) trait WaitingGroup: Send + Sync {
     fn join_stalled(&self);
     /// Its calls that have not ended, oldest first.
     fn pending(&self) -> Vec<Arc<Record>>;
+    /// The number of its calls that have matched.
+    fn matched(&self) -> u64;
     /// Whether every live thread that has called it is in `waiting`. Threads of pools are blocked if all their calls have
     /// ended and the process is idle.
     fn callers_are_among(&self, waiting: &[ThreadId], is_idle: bool) -> bool;
@@ -53,8 +55,16 @@ pub struct ProcessGroups {
     main: ThreadId,
     /// Calls and creations of this rank that failed because ranks waited for each other in different groups.
     failed_calls: AtomicU64,
+    /// A call that this rank has refused because of its arguments.
+    refused: Mutex<Option<Refused>>,
     /// Ranks of the job that wait for a call of this rank, and that call for messages, by the number of the group.
     awaiting: Mutex<HashMap<u64, (Vec<usize>, String)>>,
+}
+
+/// A refused call: why, and how many calls of all groups may have matched until none after it has.
+struct Refused {
+    error: String,
+    matched: u64,
 }
 
 /// A thread that waits: outside of the core for non-blocking calls, or in the creation of a group, which it names.
@@ -160,6 +170,23 @@ impl ProcessGroups {
     /// Marks this thread as waiting in the creation of a group, which `what` names, until the guard is dropped.
     pub fn creating(self: &Arc<ProcessGroups>, what: String) -> BlockedCaller {
         self.blocked_in(Some(what))
+    }
+
+    /// Notes that this rank has refused a call with this error, which the other ranks may have made.
+    pub fn refuse(&self, error: String) {
+        let matched = self.groups().iter().map(|group| group.matched() + group.pending().len() as u64).sum();
+        *lock(&self.refused) = Some(Refused { error, matched });
+    }
+
+    /// Whether it has refused a call, and no call after that one has matched.
+    pub(super) fn has_refused(&self) -> bool {
+        let matched = lock(&self.refused).as_ref().map(|refused| refused.matched);
+        matched.is_some_and(|limit| self.groups().iter().map(|group| group.matched()).sum::<u64>() <= limit)
+    }
+
+    /// The error of the refused call. Forgets it: the calls of the others fail.
+    pub(super) fn take_refused(&self) -> Option<String> {
+        lock(&self.refused).take().map(|refused| refused.error)
     }
 
     /// Notes which ranks of the job wait for a call of this rank, in the group number `group`; `call` names it.

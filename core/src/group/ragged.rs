@@ -47,6 +47,7 @@ pub unsafe fn start_ragged(
 ) {
     let ranks = group.call_config().ranks;
     if let Err(error) = check(op, &tensors, &options, ranks) {
+        group.note_refusal(&error);
         return done(Err(error));
     }
     let blocks = tensors[0].sent.len();

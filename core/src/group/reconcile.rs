@@ -100,10 +100,16 @@ impl Worker {
                     if positions.iter().any(Option::is_none) {
                         self.shared.process_groups.count_failed_call();
                     }
-                    return self.fail_call(queue, &head, positions[self.rank], "", &other_groups);
+                    return self.fail_call(queue, &head, positions[self.rank], "", None, &other_groups);
                 }
                 Ok(Reconciliation::Contrary(positions)) => {
-                    return self.fail_call(queue, &head, positions[self.rank], CONTRARY, &other_groups);
+                    return self.fail_call(queue, &head, positions[self.rank], CONTRARY, None, &other_groups);
+                }
+                Ok(Reconciliation::Refused(positions)) => {
+                    let position = positions[self.rank];
+                    let take = || self.shared.process_groups.take_refused();
+                    let refused = if position.is_none() { take() } else { None };
+                    return self.fail_call(queue, &head, position, "", refused, &other_groups);
                 }
                 Ok(Reconciliation::ByPairs(signature)) => self.name_pairs(queue, signature),
                 Ok(Reconciliation::Wait(ranks)) => {
@@ -124,9 +130,15 @@ impl Worker {
     /// makes none.
     fn note_awaiting(&self, queue: &Queue, ranks: &[RankStatus]) {
         let shared = &self.shared;
-        shared.lacks_calls.store(ranks.iter().any(|status| !status.calls), Ordering::Release);
+        let lacks_calls = ranks.iter().any(|status| !status.calls && !status.refused);
+        shared.lacks_calls.store(lacks_calls, Ordering::Release);
+        let has_refused = ranks.get(self.rank).is_some_and(|status| status.refused);
         let awaits = |status: &RankStatus| {
-            queue.calls.is_empty() && status.calls && !status.joined && status.further_calls == FurtherCalls::Settled
+            !has_refused
+                && queue.calls.is_empty()
+                && status.calls
+                && !status.joined
+                && status.further_calls == FurtherCalls::Settled
         };
         let awaiting = ranks.iter().enumerate().filter(|(_, status)| awaits(status));
         let awaiting = awaiting.map(|(rank, _)| shared.members.to_world(rank)).collect();
@@ -248,24 +260,28 @@ impl Worker {
             Some(_) => other_groups.unsettled(),
         };
         queue.calls.iter().for_each(|work| work.record.set_unmatched(work.call.is_by_name()));
-        PendingCalls { calls: queue.calls.iter().zip(memory).map(pending).collect(), further_calls, quiet }
+        let refused = shared.process_groups.has_refused();
+        PendingCalls { calls: queue.calls.iter().zip(memory).map(pending).collect(), further_calls, quiet, refused }
     }
 
-    /// Fails the call at `position`, for this `reason` beside what each rank has there; without one, only takes part in the report about the calls of others.
+    /// Fails the call at `position`, for this `reason` beside what each rank has there; without one, only takes part in the report
+    /// about the calls of others, perhaps with the error of the call that this rank has `refused`.
     fn fail_call(
         &mut self,
         queue: &mut Queue,
         head: &Arc<Work>,
         position: Option<usize>,
         reason: &str,
+        refused: Option<String>,
         other_groups: &OtherGroups,
     ) -> Option<Ended> {
         let failed = position.and_then(|position| queue.calls.remove(position));
         let entry = match &failed {
             Some(work) => MismatchEntry::Call(&work.call),
-            None => MismatchEntry::None(match queue.calls.front() {
-                None => other_groups.describe(&self.shared, queue.closed),
-                Some(first) => {
+            None => MismatchEntry::None(match (refused, queue.calls.front()) {
+                (Some(error), _) => format!("has refused its call: {error}"),
+                (None, None) => other_groups.describe(&self.shared, queue.closed),
+                (None, Some(first)) => {
                     let name = first.call.full_name();
                     match &first.role {
                         Role::Join(_) => format!("has joined, and takes part in sums and means only ({name})"),

@@ -227,6 +227,10 @@ impl WaitingGroup for GroupState {
         self.recorder.pending()
     }
 
+    fn matched(&self) -> u64 {
+        self.matched()
+    }
+
     fn callers_are_among(&self, waiting: &[ThreadId], is_idle: bool) -> bool {
         let has_ended = || self.recorder.pending().iter().all(|record| record.origin != Origin::Pool);
         self.callers.all_blocked(waiting) && (!self.callers.include_pools() || is_idle && has_ended())

@@ -167,6 +167,17 @@ impl Group {
 
     /// Validates and lays out a call without submitting it. The call takes the names of the tensors out of `options`.
     pub(crate) fn new_call(&self, op: Op, replicas: Vec<Vec<Tensor>>, options: &mut CallOptions) -> Result<Call> {
+        self.checked_call(op, replicas, options).inspect_err(|error| self.note_refusal(error))
+    }
+
+    /// If `error` is about the arguments of a call: notes that this rank has refused it.
+    pub(super) fn note_refusal(&self, error: &Error) {
+        if matches!(error, Error::Invalid(_) | Error::DType(_)) {
+            self.shared.process_groups.refuse(error.to_string());
+        }
+    }
+
+    fn checked_call(&self, op: Op, replicas: Vec<Vec<Tensor>>, options: &mut CallOptions) -> Result<Call> {
         options.loss.iter().for_each(|loss| loss.of(&self.shared.recorder.lost));
         if let Some(error) = self.shared.failure() {
             return Err(match &options.loss {

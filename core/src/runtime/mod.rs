@@ -29,4 +29,4 @@ pub use state::{
 pub use teams::{
     add_waited, config_team, create_team, discard_carried, ensure_team, init_teams, release, set_timeout, waited,
 };
-pub use waits::{blocked, interrupt, look_for_signals, synchronize};
+pub use waits::{blocked, interrupt, look_for_signals, note_refusal, synchronize};

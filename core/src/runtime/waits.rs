@@ -16,6 +16,15 @@ pub fn interrupt() {
     });
 }
 
+/// Notes that this rank has refused a call with this error about its arguments, which the other ranks may have made.
+pub fn note_refusal(error: &str) {
+    // Without a session there are no calls.
+    let _ended = started(|runtime| {
+        runtime.process_groups.refuse(error.to_owned());
+        Ok(())
+    });
+}
+
 /// A guard for a thread that waits, outside of the core, for a call that it has started; `None` without a session.
 pub fn blocked() -> Option<BlockedCaller> {
     started(|runtime| Ok(runtime.process_groups.blocked())).ok()

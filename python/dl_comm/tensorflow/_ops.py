@@ -32,7 +32,7 @@ from dl_comm._arguments import ADASUM, NO_FACTORS
 from dl_comm._buckets import bucket_bytes, split
 from dl_comm._checks import checked_by_name, checked_flag, checked_name, checked_root, refuse_masked, seconds
 from dl_comm._cuda import preload
-from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
+from dl_comm._errors import ArgumentError, DTypeError, StateError, noting_refusals, translate
 from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_routed, unless_world
 from dl_comm._groups import given as given_group
 from dl_comm._made import Variant, made
@@ -140,6 +140,7 @@ def core_id() -> int:
 
 
 @no_autograph
+@noting_refusals
 def gradients(
     tensors: Any,
     team: int = 0,

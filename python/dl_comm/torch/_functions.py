@@ -16,7 +16,7 @@ import torch
 from dl_comm._agreement import failing_together
 from dl_comm._arguments import checked_rank
 from dl_comm._checks import checked_flag, checked_name, checked_root, refuse_masked, seconds
-from dl_comm._errors import ArgumentError, DTypeError
+from dl_comm._errors import ArgumentError, DTypeError, noting_refusals
 from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_of_all, unless_world, world
 from dl_comm._groups import given as given_group
 from dl_comm._made import Variant, made
@@ -36,6 +36,7 @@ from dl_comm.torch._reducer import parameters_broadcast
 _COMPLEX = (torch.complex64, torch.complex128)
 
 
+@noting_refusals
 def gradients(
     tensors: Any,
     team: int = 0,

@@ -19,7 +19,7 @@ fn list(calls: &[u64], settled: bool) -> PendingCalls {
         stays_behind: false,
     };
     let further_calls = if settled { FurtherCalls::Settled } else { FurtherCalls::Open };
-    PendingCalls { calls: calls.iter().map(call).collect(), further_calls, quiet: settled }
+    PendingCalls { calls: calls.iter().map(call).collect(), further_calls, quiet: settled, refused: false }
 }
 
 fn waits(lists: &[PendingCalls]) -> bool {
@@ -37,6 +37,28 @@ fn waiting_ranks_get_the_status_of_all_ranks() {
     assert_eq!(texts[1], texts[0]);
     assert_eq!(texts[2], "has made no such call and computes");
     assert_eq!(texts[3], "has made no such call and waits in another team");
+}
+
+/// The others' calls fail after a while, unless the rank makes its call again, or some other rank has none.
+#[test]
+fn a_refused_call_fails_those_of_the_others_in_its_place() {
+    let aged = |calls: &[u64]| {
+        let mut aged = list(calls, false);
+        aged.calls.iter_mut().for_each(|call| call.age = Age::Conflicting);
+        aged
+    };
+    let refused = |calls: &[u64]| PendingCalls { refused: true, ..list(calls, false) };
+    for calls in [&[][..], &[3]] {
+        assert!(waits(&[list(&[1], false), refused(calls)]), "not yet");
+        assert_eq!(decide(&[aged(&[1, 2]), refused(calls)]), Reconciliation::Refused(vec![Some(0), None]));
+        assert!(waits(&[aged(&[1]), refused(calls), list(&[], false)]), "a rank is slow");
+        assert_eq!(
+            decide(&[refused(calls), aged(&[1]), refused(&[])]),
+            Reconciliation::Refused(vec![None, Some(0), None])
+        );
+    }
+    assert_eq!(decide(&[aged(&[1, 2]), refused(&[1])]), Reconciliation::Run(vec![1]), "made again");
+    assert!(waits(&[refused(&[]), refused(&[])]), "nobody waits");
 }
 
 #[test]
@@ -93,8 +115,13 @@ fn one_name_with_different_contents_fails_early() {
         ..list(&[signature], false).calls[0]
     };
     let mut lists = [
-        PendingCalls { calls: vec![call(1, 10), call(2, 20)], further_calls: FurtherCalls::Open, quiet: false },
-        PendingCalls { calls: vec![call(3, 20)], further_calls: FurtherCalls::Open, quiet: false },
+        PendingCalls {
+            calls: vec![call(1, 10), call(2, 20)],
+            further_calls: FurtherCalls::Open,
+            quiet: false,
+            refused: false,
+        },
+        PendingCalls { calls: vec![call(3, 20)], further_calls: FurtherCalls::Open, quiet: false, refused: false },
     ];
     assert_eq!(decide(&lists), Reconciliation::Fail(vec![Some(1), Some(0)]));
     lists[1].calls[0].age = Age::New;
@@ -297,8 +324,8 @@ fn any_list() -> impl Strategy<Value = PendingCalls> {
     );
     let further_calls =
         prop::sample::select(vec![FurtherCalls::Busy, FurtherCalls::Open, FurtherCalls::Settled, FurtherCalls::Closed]);
-    (prop::collection::vec(call, 0..6), further_calls, any::<bool>())
-        .prop_map(|(calls, further_calls, quiet)| PendingCalls { calls, further_calls, quiet })
+    (prop::collection::vec(call, 0..6), further_calls, any::<bool>(), prop::bool::weighted(0.2))
+        .prop_map(|(calls, further_calls, quiet, refused)| PendingCalls { calls, further_calls, quiet, refused })
 }
 
 proptest! {
@@ -409,7 +436,9 @@ proptest! {
                 prop_assert!(calls().any(|call| call.by_pairs == signature));
                 prop_assert!(calls().any(|call| call.signature == signature));
             }
-            Reconciliation::Fail(positions) | Reconciliation::Contrary(positions) => {
+            Reconciliation::Fail(positions)
+            | Reconciliation::Contrary(positions)
+            | Reconciliation::Refused(positions) => {
                 prop_assert_eq!(positions.len(), lists.len());
                 let no_calls = lists.iter().all(|list| list.calls.is_empty());
                 prop_assert!(positions.iter().any(Option::is_some) || no_calls);
