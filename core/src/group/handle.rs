@@ -151,10 +151,12 @@ impl CallHandle {
         self.state.result(&lock(&self.state.progress))
     }
 
-    /// The result of a small call, if this thread can complete it without a wait that lasts.
+    /// The result, if the call has ended, or if it is a small one that this thread can complete without a wait that lasts.
     pub fn complete(&self) -> Option<Result<()>> {
-        let held = self.held.as_ref()?;
-        if held.lead.upgrade()?.complete_held(held.number) {
+        if let Some(held) = &self.held
+            && let Some(lead) = held.lead.upgrade()
+            && lead.complete_held(held.number)
+        {
             held.handed_over.store(true, Ordering::Release);
         }
         self.state.result(&lock(&self.state.progress))
