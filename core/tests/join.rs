@@ -86,7 +86,7 @@ proptest! {
                             }
                         }
                         if rank == last {
-                            thread::sleep(Duration::from_millis(10));
+                            thread::sleep(Duration::from_millis(100));
                         }
                         assert_eq!(join(group).unwrap(), last);
                     }
