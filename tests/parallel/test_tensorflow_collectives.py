@@ -50,6 +50,30 @@ def test_static_shapes(rank: int, size: int) -> None:
     assert received.shape == [6 * size * (rank == 0), 2]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_counts_of_the_result(compiled: bool, rank: int, size: int) -> None:
+    rows = list(range(1, size + 1))
+
+    def calls(x: Any, even: Any, spread: Any) -> Any:
+        send = tf.fill([size], rank + 1)
+        return [
+            dt.all_gather(x, ragged=True, return_counts=True)[1],
+            dt.all_gather(x, counts=rows, return_counts=True)[1],
+            *dt.all_gather([x, x[:1]], ragged=True, return_counts=True)[1],
+            *dt.all_gather([x[:1], x[:1]], return_counts=True)[1],
+            dt.all_gather(3, return_counts=True)[1],
+            dt.all_to_all(even, return_counts=True)[1],
+            dt.all_to_all(spread, send_counts=send, receive_counts=rows, return_counts=True)[1],
+            dt.all_to_all(spread, send_counts=send, return_counts=True)[1],
+        ]
+
+    found = (tf.function(calls) if compiled else calls)(
+        tf.ones([rank + 1, 2]), tf.ones([2 * size]), tf.ones([(rank + 1) * size])
+    )
+    ones, twos = [1] * size, [2] * size
+    assert [counts.numpy().tolist() for counts in found] == [rows, rows, rows, ones, ones, ones, ones, twos, rows, rows]
+
+
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_sparse_tensors(op: str, rank: int, size: int) -> None:
     def slices(rank: int) -> Any:

@@ -8,7 +8,7 @@ Thread rule: any thread may call everything; the ranks of the group make the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,8 +97,24 @@ class _Call:
             return [_counts(counts)]
         return [self.exchanged(AllGather, _ops.extent(self.tensors[0]))]
 
+    def with_counts(
+        self,
+        wanted: bool,
+        result: Any,
+        counts: list[tf.Tensor],
+        even: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    ) -> Any:
+        """The result; if ``wanted`` with the extents of its blocks: ``counts``, or ``even(extent, size)``."""
+        if not checked_flag("return_counts", wanted):
+            return result
+        if not counts:
+            with tf.device("CPU:0"):
+                size = _ops.run("dl_comm_group", self.group).size
+                counts = [even(_ops.extent(tensor)[0], size) for tensor in self.tensors]
+        return result, counts if self.is_list else counts[0]
 
-_NOT_HERE = ("out", "async_op", "return_counts")
+
+_NOT_HERE = ("out", "async_op")
 _TENSOR = (
     " Also variables, what TensorFlow converts, and ``tf.IndexedSlices``, which become dense; numbers become tensors "
     "of int64, float64, complex128 or bool."
@@ -164,16 +180,20 @@ def reduce(x: Any, root: int, op: str, common: tuple[Any, ...]) -> Any:
 
 
 @op_of(AllGather, _variant(AllGather))
-def all_gather(x: Any, counts: Any, ragged: bool, common: tuple[Any, ...]) -> Any:
+def all_gather(x: Any, counts: Any, ragged: bool, return_counts: bool, common: tuple[Any, ...]) -> Any:
     if isinstance(x, (list, tuple)) and len(x) > 1 and checked_flag("ragged", ragged) and counts is None:
         group, name, timeout, by_name = common
-        names = [name and f"{name} {i}" for i in range(len(x))]
-        return [
-            all_gather(each, ragged=True, group=group, name=called, timeout=timeout, by_name=by_name)
-            for each, called in zip(x, names, strict=True)
-        ]
+        options: dict[str, Any] = {
+            "group": group,
+            "timeout": timeout,
+            "by_name": by_name,
+            "return_counts": return_counts,
+        }
+        found = [all_gather(each, ragged=True, name=name and f"{name} {i}", **options) for i, each in enumerate(x)]
+        return tuple(map(list, zip(*found, strict=True))) if return_counts else found
     call = _Call(AllGather, x, *common)
-    return call.run(counts=call.extents(counts, ragged))
+    extents = call.extents(counts, ragged)
+    return call.with_counts(return_counts, call.run(counts=extents), extents, lambda own, size: tf.fill([size], own))
 
 
 @op_of(
@@ -199,7 +219,7 @@ def reduce_scatter(x: Any, op: str, counts: Any, prescale: float, postscale: flo
 
 
 @op_of(AllToAll, _variant(AllToAll))
-def all_to_all(x: Any, send_counts: Any, receive_counts: Any, common: tuple[Any, ...]) -> Any:
+def all_to_all(x: Any, send_counts: Any, receive_counts: Any, return_counts: bool, common: tuple[Any, ...]) -> Any:
     if send_counts is None and receive_counts is not None:
         raise ArgumentError("receive_counts without send_counts; give both")
     call = _Call(AllToAll, x, *common)
@@ -207,7 +227,8 @@ def all_to_all(x: Any, send_counts: Any, receive_counts: Any, common: tuple[Any,
     if counts:
         received = None if receive_counts is None else _counts(receive_counts)
         counts.append(call.exchanged(AllToAll, counts[0]) if received is None else received)
-    return call.run(counts=counts)
+    even = lambda own, size: tf.fill([size], own // tf.cast(size, own.dtype))  # noqa: E731
+    return call.with_counts(return_counts, call.run(counts=counts), counts[1:], even)
 
 
 @op_of(Barrier, _variant(Barrier, "Nothing; in a graph, an operation that ends when every rank has called it."))
