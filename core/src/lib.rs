@@ -22,6 +22,8 @@ mod address_space;
 pub mod affinity;
 pub mod buffer;
 pub mod capi;
+#[cfg(any(test, feature = "in-process"))]
+pub mod cases;
 mod clock;
 mod codec;
 pub mod collective;

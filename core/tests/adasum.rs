@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use common::{Element, groups, tensor};
 use dl_comm_core::buffer::Tensor;
+use dl_comm_core::cases::cases;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallOptions, Group, start_adasum};
-use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
 
 fn value(rank: usize, tensor: usize, index: usize) -> f64 {

@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 
 use common::{Rank, World, tensor};
 use dl_comm_core::buffer::{Buffer, Tensor};
+use dl_comm_core::cases::cases;
 use dl_comm_core::collective::{Bounds, Counts, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallOptions, Timeout};
 use dl_comm_core::reduce::ReduceOp;
-use dl_comm_core::transport::in_process::{Access, cases};
+use dl_comm_core::transport::in_process::Access;
 use proptest::prelude::*;
 
 const SUM: Op = Op::allreduce(ReduceOp::Sum);

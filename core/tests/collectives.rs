@@ -5,9 +5,10 @@ mod common;
 
 use common::{Element, Rank, World, tensor};
 use dl_comm_core::buffer::{Buffer, Tensor};
+use dl_comm_core::cases::cases;
 use dl_comm_core::collective::{Algorithm, AlgorithmSetting, Op};
 use dl_comm_core::dtype::DType;
-use dl_comm_core::transport::in_process::{Access, cases};
+use dl_comm_core::transport::in_process::Access;
 use half::{bf16, f16};
 use proptest::prelude::*;
 

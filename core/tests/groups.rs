@@ -9,11 +9,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{IDLE, groups, tensor};
+use dl_comm_core::cases::cases;
 use dl_comm_core::collective::Op;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallOptions, Group};
 use dl_comm_core::reduce::ReduceOp;
-use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
 
 /// Sums `values` over the ranks of `group`.

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use common::{Rank, World, groups, tensor};
 use dl_comm_core::buffer::{Buffer, View};
+use dl_comm_core::cases::cases;
 use dl_comm_core::collective::Op;
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallHandle, CallOptions, Group, SmallCallInput, Timeout, wait_for_result};
-use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
 use serde_json::Value;
 

@@ -8,11 +8,11 @@ use std::thread;
 use std::time::Duration;
 
 use common::{groups, tensor};
+use dl_comm_core::cases::cases;
 use dl_comm_core::collective::Op;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::group::{CallOptions, Group, Timeout};
 use dl_comm_core::reduce::ReduceOp;
-use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
 
 const SECONDS: Duration = Duration::from_secs(60);

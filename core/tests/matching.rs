@@ -8,9 +8,9 @@ use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use common::{Rank, World, tensor};
+use dl_comm_core::cases::cases;
 use dl_comm_core::collective::Op;
 use dl_comm_core::error::{Error, Result};
-use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
 
 /// The parts of a call that its signature depends on.

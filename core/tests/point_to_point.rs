@@ -8,10 +8,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dl_comm_core::buffer::Buffer;
+use dl_comm_core::cases::cases;
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::Error;
 use dl_comm_core::p2p::{Message, Scope, Spans, Status, Then, Transfer};
-use dl_comm_core::transport::in_process::cases;
 use dl_comm_core::transport::mailbox::ring::CELL_BYTES;
 use proptest::prelude::*;
 

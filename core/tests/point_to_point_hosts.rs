@@ -8,9 +8,9 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dl_comm_core::cases::cases;
 use dl_comm_core::error::Error;
 use dl_comm_core::p2p::{Message, Scope, Spans, Status, Transfer};
-use dl_comm_core::transport::in_process::cases;
 use dl_comm_core::transport::in_process::messages::ThreadMessages;
 use proptest::prelude::*;
 

@@ -4,9 +4,9 @@
 mod common;
 
 use common::{Rank, World};
+use dl_comm_core::cases::cases;
 use dl_comm_core::error::Error;
 use dl_comm_core::plugin::{Arguments, Cooldown, Schedule};
-use dl_comm_core::transport::in_process::cases;
 use proptest::prelude::*;
 
 fn schedule(trans_alg: i32, ksteps: i32, max_steps: i32) -> Schedule {

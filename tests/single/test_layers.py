@@ -9,9 +9,9 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "core" / "src"
 # From the bottom up: a file imports from its own layer and from those before it.
 LAYERS = (
-    "address_space affinity buffer clock codec config deadline device dtype error exit_status float_state folder fork "
-    "group_config group_key hashed_map lock log pages reduce result_memory signals stacks stream_copy timeline timings "
-    "topology variables wire_layout",
+    "address_space affinity buffer cases clock codec config deadline device dtype error exit_status float_state folder "
+    "fork group_config group_key hashed_map lock log pages reduce result_memory signals stacks stream_copy timeline "
+    "timings topology variables wire_layout",
     "transport",
     "helper",
     "p2p",

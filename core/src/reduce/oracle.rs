@@ -331,7 +331,7 @@ fn scaled<const N: usize>(ops: [ReduceOp; N], case: &Case) -> [ReduceOp; N] {
 macro_rules! every_kernel_matches_the_oracle {
     ($($test:ident, $cases:literal, |$case:ident| $ops:expr, $($type:ident)*;)*) => { $(
         proptest! {
-            #![proptest_config(ProptestConfig::with_cases(crate::transport::in_process::cases($cases)))]
+            #![proptest_config(ProptestConfig::with_cases(crate::cases::cases($cases)))]
             #[test]
             fn $test($case in cases()) {
                 for op in $ops {

@@ -21,14 +21,6 @@ use crate::transport::spin::MaxSpins;
 use crate::transport::{ExchangeBuffers, GroupResources, HostLink, HostMessage, MAX_EXCHANGES, NetworkModel, sync};
 use crate::wire_layout::exchange_buffer_bytes;
 
-/// How many random cases a property test runs: all with `DL_COMM_TEST_CASES=all`, as `tests/heavy.sh properties` sets it, else a
-/// third.
-#[must_use]
-pub fn cases(all: u32) -> u32 {
-    let wants_all = std::env::var_os("DL_COMM_TEST_CASES").is_some_and(|value| value == "all");
-    if wants_all { all } else { all.div_ceil(3) }
-}
-
 /// A region in the heap: the control block, then the slots of all ranks.
 #[derive(Clone)]
 pub struct HeapRegion {

@@ -199,7 +199,7 @@ fn apply(store: &dyn Store, operation: &Operation) -> String {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(crate::transport::in_process::cases(40)))]
+    #![proptest_config(ProptestConfig::with_cases(crate::cases::cases(40)))]
     #[test]
     fn any_order_gives_what_one_store_in_memory_gives(operations in prop::collection::vec((0..3usize, operation()), 1..60)) {
         let (served, address) = serve();
