@@ -3,9 +3,9 @@
     python -m benchmarks.overview RESULTS [RESULTS ...] [--ranks N] [--out docs/performance]
 
 RESULTS are `allreduce.json`, `training.json`, or folders that have them; of two files of a kind the last one counts.
-The left panel has the time of an allreduce of float32 over the size of the buffer, for dl_comm, gloo, MPICH and Open
-MPI. The right one has the time of training steps, split into computation and exposed communication, for dl_comm and its
-peers. `overview-light.svg` and `overview-dark.svg` differ in their colours only.
+The left panel has the time of an allreduce of float32 over the size of the buffer, for dl_comm, gloo, DeepSpeed (in
+shared memory), MPICH and Open MPI. The right one has the time of training steps, split into computation and exposed
+communication, for dl_comm and its peers. `overview-light.svg` and `overview-dark.svg` differ in their colours only.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ class Theme:
 
 
 THEMES = (
-    Theme("light", "#1f2328", "#d1d9e0", "#0969da", "#b6bfc9", ("#cf222e", "#bc4c00", "#8250df")),
-    Theme("dark", "#e6edf3", "#3d444d", "#58a6ff", "#59636e", ("#ff7b72", "#f0883e", "#bc8cff")),
+    Theme("light", "#1f2328", "#d1d9e0", "#0969da", "#b6bfc9", ("#cf222e", "#1a7f37", "#bc4c00", "#8250df")),
+    Theme("dark", "#e6edf3", "#3d444d", "#58a6ff", "#59636e", ("#ff7b72", "#56d364", "#f0883e", "#bc8cff")),
 )
 
 # The contenders of an allreduce, ours first: the fastest of these names counts.
 ALLREDUCE = {
     "dl_comm": ("core", "numpy-inplace", "torch-inplace"),
     "gloo": ("gloo",),
+    "DeepSpeed": ("deepspeed",),
     "MPICH": ("mpich", "mpich-mpi4py"),
     "Open MPI": ("openmpi", "openmpi-mpi4py"),
 }
