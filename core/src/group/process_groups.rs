@@ -61,10 +61,10 @@ pub struct ProcessGroups {
     awaiting: Mutex<HashMap<u64, (Vec<usize>, String)>>,
 }
 
-/// A refused call: why, and how many calls of all groups may have matched until none after it has.
+/// A refused call: why, and how many calls of each group may have matched until none after it has.
 struct Refused {
     error: String,
-    matched: u64,
+    matched: Vec<(Weak<dyn WaitingGroup>, u64)>,
 }
 
 /// A thread that waits: outside of the core for non-blocking calls, or in the creation of a group, which it names.
@@ -174,14 +174,22 @@ impl ProcessGroups {
 
     /// Notes that this rank has refused a call with this error, which the other ranks may have made.
     pub fn refuse(&self, error: String) {
-        let matched = self.groups().iter().map(|group| group.matched() + group.pending().len() as u64).sum();
+        let most = |group: &Arc<dyn WaitingGroup>| group.matched() + group.pending().len() as u64;
+        let matched = self.groups().iter().map(|group| (Arc::downgrade(group), most(group))).collect();
         *lock(&self.refused) = Some(Refused { error, matched });
     }
 
-    /// Whether it has refused a call, and no call after that one has matched.
+    /// Whether it has refused a call, and no call after that one has matched. A group that is gone since may have had some.
     pub(super) fn has_refused(&self) -> bool {
-        let matched = lock(&self.refused).as_ref().map(|refused| refused.matched);
-        matched.is_some_and(|limit| self.groups().iter().map(|group| group.matched()).sum::<u64>() <= limit)
+        let groups = self.groups();
+        let refused = lock(&self.refused);
+        let Some(Refused { matched, .. }) = &*refused else { return false };
+        let most = |group: &Arc<dyn WaitingGroup>| {
+            let found = matched.iter().find(|(known, _)| std::ptr::addr_eq(known.as_ptr(), Arc::as_ptr(group)));
+            found.map_or(0, |(_, most)| *most)
+        };
+        matched.iter().all(|(group, _)| group.strong_count() > 0)
+            && groups.iter().all(|group| group.matched() <= most(group))
     }
 
     /// The error of the refused call. Forgets it: the calls of the others fail.
@@ -239,5 +247,59 @@ impl Drop for BlockedCaller {
         if let Some(position) = blocked.iter().position(|blocked| blocked.thread == self.thread) {
             blocked.swap_remove(position);
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// A group without calls in flight.
+    struct Idle(AtomicU64);
+
+    impl WaitingGroup for Idle {
+        fn join_stalled(&self) {}
+        fn pending(&self) -> Vec<Arc<Record>> {
+            Vec::new()
+        }
+        fn matched(&self) -> u64 {
+            self.0.load(Ordering::Relaxed)
+        }
+        fn callers_are_among(&self, _waiting: &[ThreadId], _is_idle: bool) -> bool {
+            true
+        }
+        fn reconciles(&self) -> bool {
+            false
+        }
+        fn lacks_calls(&self) -> bool {
+            false
+        }
+        fn joins_stalled(&self) -> bool {
+            false
+        }
+        fn interrupt(&self, _call: &Record) {}
+    }
+
+    #[test]
+    fn a_refused_call_is_the_last_one_until_a_call_of_any_group_matches() {
+        let process = ProcessGroups::default();
+        let groups: Vec<Arc<Idle>> = [5, 70].into_iter().map(|matched| Arc::new(Idle(matched.into()))).collect();
+        groups.iter().for_each(|group| process.add(Arc::clone(group) as Arc<dyn WaitingGroup>));
+        assert!(!process.has_refused());
+        process.refuse("an array of text".into());
+        assert!(process.has_refused());
+        groups[0].0.fetch_add(1, Ordering::Relaxed);
+        assert!(!process.has_refused(), "a call has matched");
+        process.refuse("an array of text".into());
+        assert!(process.has_refused());
+        let [first, second] = <[Arc<Idle>; 2]>::try_from(groups).ok().unwrap();
+        drop(second);
+        first.0.fetch_add(1, Ordering::Relaxed);
+        assert!(!process.has_refused(), "fewer calls have matched in the groups that are left");
+        process.refuse("an array of text".into());
+        let new = Arc::new(Idle(1.into()));
+        process.add(Arc::clone(&new) as Arc<dyn WaitingGroup>);
+        assert!(!process.has_refused(), "a call has matched in a new group");
     }
 }
