@@ -17,15 +17,11 @@ trap 'rm -rf "$work"' EXIT
 
 machine=$("$python" -c 'import platform; print(platform.machine())')
 if [ "$machine" != "$(uname -m)" ]; then
-  target=$machine-unknown-linux-gnu
-  export CC=$machine-linux-gnu-gcc CXX=$machine-linux-gnu-g++ CARGO_BUILD_TARGET=$target
-  linker=CARGO_TARGET_${target^^}_LINKER clang_args=BINDGEN_EXTRA_CLANG_ARGS_${target//-/_}
-  export "${linker//-/_}=$CC" "$clang_args=-isystem $($CC -print-file-name=include) -isystem /usr/$machine-linux-gnu/include"
-  # Build scripts run on this machine, and load the libclang of its Python. The compiler of MPI's mpicc is another variable.
+  source release/cross.sh "$machine"
   python3 -m venv "$work/native"
   "$work/native/bin/pip" install -q libclang
   LIBCLANG_PATH=$(echo "$work"/native/lib/python*/site-packages/clang/native)
-  export LIBCLANG_PATH MPICH_CC=$CC
+  export LIBCLANG_PATH
 fi
 
 "$python" -m venv "$work/tools"

@@ -35,14 +35,11 @@ properties() { # all random cases of the property tests of the core, of which th
 }
 
 aarch64() { # the Rust code for the other kind of processor, whose char is unsigned, for example
-  local target=aarch64-unknown-linux-gnu compiler=aarch64-linux-gnu-gcc
-  [ -d "$(rustc --print target-libdir --target $target)" ] && command -v $compiler aarch64-linux-gnu-g++ >/dev/null ||
-    { echo "skipped: needs 'rustup target add $target', and $compiler and g++ (on Debian crossbuild-essential-arm64)" && return 2; }
+  [ -d "$(rustc --print target-libdir --target aarch64-unknown-linux-gnu)" ] && command -v aarch64-linux-gnu-g++ >/dev/null ||
+    { echo "skipped: needs 'rustup target add aarch64-unknown-linux-gnu', and on Debian g++-aarch64-linux-gnu" && return 2; }
   # Nothing is linked, so the headers of this machine's MPI do.
-  export BINDGEN_EXTRA_CLANG_ARGS_aarch64_unknown_linux_gnu
-  BINDGEN_EXTRA_CLANG_ARGS_aarch64_unknown_linux_gnu="-isystem $($compiler -print-file-name=include) -isystem /usr/aarch64-linux-gnu/include"
-  MPICH_CC=$compiler CC_aarch64_unknown_linux_gnu=$compiler CXX_aarch64_unknown_linux_gnu=aarch64-linux-gnu-g++ \
-    CARGO_TARGET_DIR=target/aarch64 cargo clippy --locked --target $target --package=dl_comm_core --package=dl_comm_python -- -D warnings
+  source release/cross.sh aarch64
+  CARGO_TARGET_DIR=target/aarch64 cargo clippy --locked --package=dl_comm_core --package=dl_comm_python -- -D warnings
 }
 
 fuzz() {
