@@ -474,9 +474,9 @@ def alltoall(
             if wanted is not None:
                 total = tf.reduce_sum(sent)
                 rows = rows[: tf.minimum(total, extent)]
-            received = core.all_to_all(sent, **options(": counts"))
-            counts.extend((sent, received))
-        return [core.all_to_all([rows], send_counts=sent, receive_counts=received, **options())[0]]
+        result, received = core.all_to_all(rows, send_counts=sent, return_counts=True, **options())
+        counts.extend((sent, received))
+        return [result]
 
     given = tf.convert_to_tensor(tensor)
 
