@@ -1,7 +1,7 @@
 //! Calls of one chunk between hosts that are under way together: a call begins once all ranks are known to have it, while
 //! those before it are under way. Each call also compares the calls behind it ([`crate::collective::Lookahead`]).
 //!
-//! Thread rule: who leads.
+//! Thread rule: the leader.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

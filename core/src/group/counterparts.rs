@@ -1,7 +1,7 @@
 //! The wait for the counterparts of calls that match by name. This rank takes part in the next round without a call: it
 //! has posted none of its own, so a call can end at its deadline although other ranks may still come for the round.
 //!
-//! Thread rule: who leads.
+//! Thread rule: the leader.
 
 use std::cell::RefCell;
 use std::sync::Arc;

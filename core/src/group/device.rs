@@ -19,7 +19,7 @@ use crate::group_config::GroupConfig;
 use crate::lock::lock;
 use crate::transport::gpu::{LaunchOrder, Place};
 
-/// What who leads needs for calls on device memory.
+/// What the leader needs for calls on device memory.
 pub(super) struct DeviceExecutor {
     // Ends before the path does.
     monitor: Monitor,

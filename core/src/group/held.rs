@@ -1,10 +1,10 @@
 //! A small call that was started, and waits for other ranks: this rank has posted its input, so they do not wait for
 //! it.
 //!
-//! Who leads holds it. Whoever waits for it completes it, which saves two thread switches. The group's thread completes
+//! The leader holds it. Whoever waits for it completes it, which saves two thread switches. The group's thread completes
 //! it if somebody tests the handle, waits with a limit or drops it, before the next call, and when the group looks for
 //! ranks that lack a call. It gets a record, and what else a call needs, only if that must sleep, or if the ranks'
-//! calls differ. Thread rule: belongs to who leads.
+//! calls differ. Thread rule: belongs to the leader.
 
 use std::time::Instant;
 

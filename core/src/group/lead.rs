@@ -1,9 +1,9 @@
 //! Who runs the calls of a group.
 //!
-//! Leading is a role: the right to the [`LeadState`], which has the queue. Who waits for a call takes the role if it is
-//! free, and runs the calls up to its own: that saves two thread switches, and other ranks do not notice. Else the
-//! group's thread leads. What comes after the own call of a caller, and what the ranks disagree about, is for the
-//! thread.
+//! Leading is a role: the right to the [`LeadState`], which has the queue. The thread that has it is the leader. A thread
+//! that waits for a call takes the role if it is free, and runs the calls up to its own: that saves two thread
+//! switches, and other ranks do not notice. Else the group's thread leads. What comes after the own call of a caller,
+//! and what the ranks disagree about, is for the group's thread.
 //!
 //! Nothing is lost between the two: a caller that cannot lead, or leaves something, wakes the thread; the thread waits
 //! for the role, and then looks again. Thread rule: any thread may use a [`Lead`].
@@ -170,7 +170,7 @@ impl Lead {
         done.map(|done| done(Ok(()))).is_some()
     }
 
-    /// Whether it may hold a call; that of this `number`, if given. Does not wait: who leads may wait for other ranks,
+    /// Whether it may hold a call; that of this `number`, if given. Does not wait: the leader may wait for other ranks,
     /// and they for what this thread does next.
     pub fn may_hold(&self, number: Option<u64>) -> bool {
         let Some(Leading { state, .. }) = self.try_lead() else { return true };

@@ -1,6 +1,6 @@
 //! A group: its queue, its threads, and the life of a call.
 //!
-//! `submit` validates, lays out and enqueues a call, and returns. Who leads ([`lead`]) runs calls in order. A call's
+//! `submit` validates, lays out and enqueues a call, and returns. The leader ([`lead`]) runs calls in order. A call's
 //! first chunk checks that all ranks have the same call. Only then do the helpers get the other chunks, so they see the
 //! calls in the same order on all ranks. Between hosts short calls are under way together (`concurrent_calls`). Ranks
 //! with differing calls reconcile them ([`crate::collective::matching`]). Calls that match by name and have no

@@ -1,6 +1,6 @@
 //! The activity of this rank in other groups while one group reconciles its calls.
 //!
-//! Thread rule: used by who leads.
+//! Thread rule: used by the leader.
 
 use std::time::{Duration, Instant};
 

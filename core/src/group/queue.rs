@@ -1,6 +1,6 @@
 //! The calls of a group that wait to run.
 //!
-//! Thread rule: a [`Queue`] belongs to who leads.
+//! Thread rule: a [`Queue`] belongs to the leader.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! What the leader of a group does with the next call: its rounds, its chunks, and what the ranks disagree about.
 //!
-//! Thread rule: who leads.
+//! Thread rule: the leader ([`super::lead`]).
 
 use std::mem;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::collective::device::wait_event;
 use crate::error::{Error, Result};
 use crate::transport::spin::Waiter;
 
-/// What who leads has.
+/// What the leader has.
 pub(super) struct LeadState {
     pub worker: Worker,
     /// The threads of the other channels.

@@ -3,7 +3,7 @@
 //! The first call of its kind takes the normal path and is cached. A later call like it rebinds the
 //! cached call to its memory and posts its input. If all ranks have posted within a short spin, it completes without
 //! allocation, system call or thread switch. Otherwise it continues as a normal call from that round ([`super::held`]).
-//! Thread rule: the cached calls belong to who leads, who writes [`SmallCallStats`]; any thread reads them.
+//! Thread rule: the cached calls belong to the leader, which writes [`SmallCallStats`]; any thread reads them.
 
 use std::sync::Arc;
 

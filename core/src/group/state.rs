@@ -186,7 +186,7 @@ impl GroupState {
         self.region.control().stalled().filter(|&round| round == self.region.round().wrapping_add(1))
     }
 
-    /// Counts a matched call and returns its index, from 1. Only for who leads.
+    /// Counts a matched call and returns its index, from 1. Only for the leader.
     pub fn next_match_index(&self) -> u64 {
         let match_index = self.matched() + 1;
         self.matched.store(match_index, Ordering::Relaxed);

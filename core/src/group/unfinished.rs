@@ -1,7 +1,7 @@
 //! Calls of a group that have started and not ended, while later calls may start: other threads run their chunks, or a
 //! GPU runs them. A call that conflicts with one of them waits for it, so that calls take effect in their order.
 //!
-//! Thread rule: belongs to who leads.
+//! Thread rule: belongs to the leader.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -70,7 +70,7 @@ enum Wait {
 type Conflict = Vec<(usize, Wait)>;
 
 /// A rank that waits.
-struct Waiter {
+struct WaitingRank {
     rank: usize,
     wait: Wait,
     /// All its creations.
@@ -206,12 +206,12 @@ impl Running<'_> {
     }
 
     /// This rank, and the ranks for which it waits, directly or by others.
-    fn waiters(&self, looks: usize, calls: &HashMap<usize, String>, ctx: &WaitContext<'_>) -> Result<Vec<Waiter>> {
+    fn waiters(&self, looks: usize, calls: &HashMap<usize, String>, ctx: &WaitContext<'_>) -> Result<Vec<WaitingRank>> {
         let own = Wait::Creation(self.creation.clone());
-        let mut waiters = vec![Waiter { rank: self.creations.rank, wait: own, creations: self.creations.own() }];
+        let mut waiters = vec![WaitingRank { rank: self.creations.rank, wait: own, creations: self.creations.own() }];
         let mut seen = HashSet::from([self.creations.rank]);
         let mut index = 0;
-        while let Some(Waiter { rank, wait, .. }) = waiters.get(index) {
+        while let Some(WaitingRank { rank, wait, .. }) = waiters.get(index) {
             index += 1;
             let members = wait.creation().map_or(&[][..], |creation| &creation.members);
             let after = members.iter().position(|member| member == rank).map_or(0, |position| position + 1);
@@ -225,7 +225,7 @@ impl Running<'_> {
                 let creations = bytes.map_or(Ok(Vec::new()), |bytes| decode::<Vec<Creation>>(&bytes))?;
                 let on_main_thread = creations.iter().find(|creation| creation.on_main_thread).cloned();
                 let wait = calls.get(&member).cloned().map(Wait::Call).or(on_main_thread.map(Wait::Creation));
-                waiters.extend(wait.map(|wait| Waiter { rank: member, wait, creations }));
+                waiters.extend(wait.map(|wait| WaitingRank { rank: member, wait, creations }));
             }
         }
         Ok(waiters)
@@ -247,10 +247,10 @@ fn groups(conflict: &Conflict) -> impl Iterator<Item = &Creation> {
 }
 
 /// The ranks that wait for the first of `waiters`, and it for them, directly or by others; in order.
-fn circle(waiters: &[Waiter]) -> Conflict {
+fn circle(waiters: &[WaitingRank]) -> Conflict {
     let waits_for = |from: usize, to: usize| match &waiters[from].wait {
         Wait::Creation(creation) => {
-            let Waiter { rank, creations, .. } = &waiters[to];
+            let WaitingRank { rank, creations, .. } = &waiters[to];
             creation.members.contains(rank) && creations.iter().all(|other| other.hash != creation.hash)
         }
         Wait::Call(_) => to == 0,

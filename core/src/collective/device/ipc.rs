@@ -29,7 +29,7 @@ use crate::error::Result;
 use crate::log::log_line;
 use crate::reduce::ReduceOp;
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Event, ExportUpdates, PeerImports, ReportedExports, Set, kernel_set};
+use crate::transport::gpu::{Address, Event, ExportUpdates, KernelSet, PeerImports, ReportedExports, kernel_set};
 use crate::wire_layout::{TensorRange, slice};
 
 /// A smaller allocation would share a driver block with other memory of the process and expose that to the peers.
@@ -66,7 +66,7 @@ pub(super) struct IpcPath {
     pub calls_in_chunks: usize,
     launcher: Launcher,
     /// The sets of kernels that calls have needed, and whether all ranks have them.
-    sets: Vec<(Set, bool)>,
+    sets: Vec<(KernelSet, bool)>,
 }
 
 /// The memory for calls in chunks.
@@ -88,7 +88,7 @@ impl IpcPath {
         }
         let (reported, chunks) = (ReportedExports::default(), Chunks::NotRequested);
         // The ranks have agreed on the means before they chose this path.
-        let sets = vec![(Set::Means, true)];
+        let sets = vec![(KernelSet::Means, true)];
         Ok(IpcPath { peers, num_one_shots: 0, one_shot_max, reported, chunks, calls_in_chunks: 0, launcher, sets })
     }
 

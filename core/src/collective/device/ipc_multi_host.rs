@@ -27,7 +27,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::topology::Topology;
 use crate::transport::WaitContext;
-use crate::transport::gpu::{Address, Context, Event, Handle, Kernels, Launch, PinnedHostBuffer, Set};
+use crate::transport::gpu::{Address, Context, Event, Handle, KernelSet, Kernels, Launch, PinnedHostBuffer};
 use crate::wire_layout::{max_acc_bytes, slice};
 
 /// Maximum number of chunks that are summed ahead of the network.
@@ -233,7 +233,7 @@ impl ShardOwner {
             return Ok(Vec::new());
         }
         let _guard = context.push()?;
-        context.kernels()?.ready(Set::Sums)?;
+        context.kernels()?.ready(KernelSet::Sums)?;
         topology.own_shards().map(|shard| ShardOwner::new(context, topology, shard, chunk)).collect()
     }
 

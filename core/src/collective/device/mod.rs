@@ -15,7 +15,7 @@
 //! result. `ipc_multi_host` and `staged` wait for the GPU in each chunk.
 //! Enqueued work of a call that another rank leaves alone, or that is late, is released ([`release`]): the streams go on,
 //! with NaN in the outputs.
-//! Thread rule: who leads the group uses [`DevicePath`]; a [`StagingPipeline`] belongs to one thread.
+//! Thread rule: the leader of the group uses [`DevicePath`]; a [`StagingPipeline`] belongs to one thread.
 
 mod batch;
 mod device_path;

@@ -3,9 +3,9 @@
 use crate::dtype::DType;
 use crate::reduce::{ReduceOp, Reduction};
 
-/// Kernels that are compiled together. [`Set::Means`] are always needed, the others by the first call that needs them.
+/// Kernels that are compiled together. [`KernelSet::Means`] are always needed, the others by the first call that needs them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Set {
+pub enum KernelSet {
     /// Frequent means, and copies of bytes.
     Means,
     /// Means of other integers.
@@ -41,10 +41,10 @@ const FREQUENT: &[&str] =
     &["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise", COPY];
 const ORDERED: &[&str] = &["f32", "f64", "f16", "bf16", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"];
 const FLOATS: &[&str] = &["f32", "f64", "f16", "bf16", "f32_precise", "f16_precise", "bf16_precise"];
-/// The kernel that copies, at the end of [`Set::Means`].
+/// The kernel that copies, at the end of [`KernelSet::Means`].
 pub(super) const COPY: &str = "copy_bytes";
 
-/// In the order of [`Set`].
+/// In the order of [`KernelSet`].
 pub(super) const SOURCES: [Source; 11] = [
     Source { text: include_str!("kernels/allreduce_mean.cu"), what: "average_", types: FREQUENT },
     Source {
@@ -112,15 +112,14 @@ fn integer_name(dtype: DType) -> Option<&'static str> {
 }
 
 /// The kernel of an operator on elements of [`kernel_type`], as its set and the last part of its name.
-pub(super) fn kernel_of(op: ReduceOp, dtype: DType, precise: bool) -> Option<(Set, &'static str)> {
+pub(super) fn kernel_of(op: ReduceOp, dtype: DType, precise: bool) -> Option<(KernelSet, &'static str)> {
     let number = |precise| float_name(dtype, precise).or_else(|| integer_name(dtype));
     let scaled = |set| float_name(dtype, precise).map(|name| (set, name));
     match op {
-        ReduceOp::Sum | ReduceOp::Mean => {
-            number(precise).map(|name| (if FREQUENT.contains(&name) { Set::Means } else { Set::Integers }, name))
-        }
-        ReduceOp::Min => number(false).map(|name| (Set::Minima, name)),
-        ReduceOp::Max => number(false).map(|name| (Set::Maxima, name)),
+        ReduceOp::Sum | ReduceOp::Mean => number(precise)
+            .map(|name| (if FREQUENT.contains(&name) { KernelSet::Means } else { KernelSet::Integers }, name)),
+        ReduceOp::Min => number(false).map(|name| (KernelSet::Minima, name)),
+        ReduceOp::Max => number(false).map(|name| (KernelSet::Maxima, name)),
         ReduceOp::Product => float_name(dtype, precise)
             .or_else(|| {
                 Some(match integer_name(dtype)? {
@@ -130,19 +129,19 @@ pub(super) fn kernel_of(op: ReduceOp, dtype: DType, precise: bool) -> Option<(Se
                     _ => "bits64",
                 })
             })
-            .map(|name| (Set::Products, name)),
-        ReduceOp::BitAnd => Some((Set::Bits, "and")),
-        ReduceOp::BitOr => Some((Set::Bits, "or")),
-        ReduceOp::BitXor => Some((Set::Bits, "xor")),
-        ReduceOp::ScaledSum { .. } | ReduceOp::ScaledMean { .. } => scaled(Set::ScaledMeans),
-        ReduceOp::ScaledMin { .. } => scaled(Set::ScaledMinima),
-        ReduceOp::ScaledMax { .. } => scaled(Set::ScaledMaxima),
-        ReduceOp::ScaledProduct { .. } => scaled(Set::ScaledProducts),
+            .map(|name| (KernelSet::Products, name)),
+        ReduceOp::BitAnd => Some((KernelSet::Bits, "and")),
+        ReduceOp::BitOr => Some((KernelSet::Bits, "or")),
+        ReduceOp::BitXor => Some((KernelSet::Bits, "xor")),
+        ReduceOp::ScaledSum { .. } | ReduceOp::ScaledMean { .. } => scaled(KernelSet::ScaledMeans),
+        ReduceOp::ScaledMin { .. } => scaled(KernelSet::ScaledMinima),
+        ReduceOp::ScaledMax { .. } => scaled(KernelSet::ScaledMaxima),
+        ReduceOp::ScaledProduct { .. } => scaled(KernelSet::ScaledProducts),
     }
 }
 
 /// The set of the kernel for `reduction`: sums are means with the divisor 1. Without one, it must run on the host.
-pub fn kernel_set(reduction: Reduction) -> Option<Set> {
+pub fn kernel_set(reduction: Reduction) -> Option<KernelSet> {
     let Reduction { op, dtype, acc_f64, .. } = reduction;
     kernel_of(op, kernel_type(op, dtype), acc_f64).map(|(set, _)| set)
 }
@@ -152,7 +151,7 @@ pub fn kernel_set(reduction: Reduction) -> Option<Set> {
 pub fn has_partial_kernel(reduction: Reduction) -> bool {
     let Reduction { op, dtype, acc_f64, .. } = reduction;
     let is_sum = op == ReduceOp::Mean || op == ReduceOp::Sum && dtype.is_float();
-    is_sum && kernel_of(op, dtype, acc_f64).is_some_and(|(set, _)| set == Set::Means)
+    is_sum && kernel_of(op, dtype, acc_f64).is_some_and(|(set, _)| set == KernelSet::Means)
 }
 
 /// The type whose kernel runs `op` on elements of `dtype`: sums of integers wrap around, whatever their sign, and complex
@@ -191,16 +190,16 @@ mod tests {
             }
         }
         let all = [
-            Set::Means,
-            Set::Integers,
-            Set::Minima,
-            Set::Maxima,
-            Set::Products,
-            Set::Bits,
-            Set::ScaledMeans,
-            Set::ScaledMinima,
-            Set::ScaledMaxima,
-            Set::ScaledProducts,
+            KernelSet::Means,
+            KernelSet::Integers,
+            KernelSet::Minima,
+            KernelSet::Maxima,
+            KernelSet::Products,
+            KernelSet::Bits,
+            KernelSet::ScaledMeans,
+            KernelSet::ScaledMinima,
+            KernelSet::ScaledMaxima,
+            KernelSet::ScaledProducts,
         ];
         for (set, source) in all.into_iter().zip(&SOURCES) {
             let known = |name: &&str| *name == COPY || kernels.contains(&(set, name));
@@ -210,6 +209,6 @@ mod tests {
                 "{set:?}"
             );
         }
-        assert_eq!(SOURCES[Set::Sums as usize].what, "sum_");
+        assert_eq!(SOURCES[KernelSet::Sums as usize].what, "sum_");
     }
 }

@@ -11,7 +11,7 @@ use cudarc::driver::sys;
 
 use super::compiler::{c_string, load_module};
 use super::driver::{Address, Handle, check};
-use super::kernel_table::{COPY, SOURCES, Set, Source, kernel_of};
+use super::kernel_table::{COPY, KernelSet, SOURCES, Source, kernel_of};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::reduce::ReduceOp;
@@ -106,7 +106,7 @@ impl Kernels {
     pub(super) fn compile(capability: (i32, i32), multiprocessors: u32) -> Result<Kernels> {
         let blocks = multiprocessors.max(1) * BLOCKS;
         let kernels = Kernels { capability, blocks, sets: Default::default() };
-        kernels.load(Set::Means)?;
+        kernels.load(KernelSet::Means)?;
         Ok(kernels)
     }
 
@@ -140,23 +140,23 @@ impl Kernels {
     pub unsafe fn sum(&self, dtype: DType, precise: bool, args: &Launch, stream: sys::CUstream) -> Result<()> {
         let (_, name) = kernel_of(ReduceOp::Sum, dtype, precise).ok_or_else(|| lacking(dtype))?;
         // SAFETY: the caller's promise.
-        unsafe { self.launch(self.function(Set::Sums, name)?, args, stream) }
+        unsafe { self.launch(self.function(KernelSet::Sums, name)?, args, stream) }
     }
 
     /// Compiles kernels and loads them into the current context, unless that was done before.
     ///
     /// # Errors
     /// [`Error::System`] without a compiler or memory, each time.
-    pub fn ready(&self, set: Set) -> Result<()> {
+    pub fn ready(&self, set: KernelSet) -> Result<()> {
         self.load(set).map(|_| ())
     }
 
-    fn load(&self, set: Set) -> Result<&[Function]> {
+    fn load(&self, set: KernelSet) -> Result<&[Function]> {
         let kept = &self.sets[set as usize];
         kept.get_or_init(|| load(self.capability, &SOURCES[set as usize])).as_deref().map_err(Error::clone)
     }
 
-    fn function(&self, set: Set, name: &str) -> Result<Function> {
+    fn function(&self, set: KernelSet, name: &str) -> Result<Function> {
         let functions = self.load(set)?;
         let index = SOURCES[set as usize].types.iter().position(|of| *of == name);
         index
@@ -170,7 +170,7 @@ impl Kernels {
     /// As for [`Kernels::reduce`].
     pub unsafe fn copy(&self, args: &Launch, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.launch(self.function(Set::Means, COPY)?, args, stream) }
+        unsafe { self.launch(self.function(KernelSet::Means, COPY)?, args, stream) }
     }
 
     /// # Safety

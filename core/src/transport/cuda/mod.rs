@@ -24,7 +24,7 @@ pub use compiler::compile_into as compile_kernels_into;
 pub use context::{Context, ContextGuard, TAKE_TURNS, has_one_queue};
 pub use driver::{Address, Handle, count};
 pub use ipc::{ExportUpdates, ExportedAllocation, IpcExports, ReportedExports};
-pub use kernel_table::{Set, has_partial_kernel, kernel_set, kernel_type};
+pub use kernel_table::{KernelSet, has_partial_kernel, kernel_set, kernel_type};
 pub use kernels::{BlockRange, KernelArgs, Kernels, Launch};
 pub use launch_order::{LaunchOrder, Place};
 pub use nccl::{
