@@ -1,4 +1,4 @@
-"""For the reference: the arguments and the documentation that `dl_comm._made` gives to collectives and messages.
+"""For the reference: the arguments and the documentation that `dl_comm._base.made` gives to collectives and messages.
 
 Griffe reads source text and runs nothing. So this extension reads the decorator of such a function, and makes of the
 table of collectives what Python would make.
@@ -22,15 +22,16 @@ DECORATORS = ("made", "op_of")
 
 def _module(name: str) -> types.ModuleType:
     """A file of the package that imports only files loaded before, without the package, which needs the core."""
-    sys.modules.setdefault("dl_comm", types.ModuleType("dl_comm"))
-    full = f"dl_comm.{name}"
+    for package in ("dl_comm", "dl_comm._base"):
+        sys.modules.setdefault(package, types.ModuleType(package))
+    full, file = f"dl_comm._base.{name}", SOURCES / f"_base/{name}.py"
     if full not in sys.modules:
         module = sys.modules[full] = types.ModuleType(full)
-        exec(compile((SOURCES / f"{name}.py").read_text(), f"{name}.py", "exec"), vars(module))
+        exec(compile((file).read_text(), str(file), "exec"), vars(module))
     return sys.modules[full]
 
 
-TABLE, _, MADE = _module("_table"), _module("_errors"), _module("_made")
+TABLE, _, MADE = _module("table"), _module("errors"), _module("made")
 
 
 @functools.cache

@@ -28,9 +28,9 @@ version=${wheel#dl_comm-}
 "$work/venv/bin/pip" install -q --find-links "$folder" --only-binary dl_comm dl_comm
 "$work/venv/bin/dl-comm" --help >/dev/null
 if [ $# -eq 0 ]; then
-  mapfile -t newest < <("$work/venv/bin/python" -c 'from dl_comm import _build
+  mapfile -t newest < <("$work/venv/bin/python" -c 'from dl_comm._libraries import build
 for library, framework in (("torch.distributed", "torch"), ("tensorflow", "tensorflow-cpu")):
-    for abi in _build.prebuilt_abis(library)[-1:]:
+    for abi in build.prebuilt_abis(library)[-1:]:
         print(framework, abi.split("-")[1], sep="==", end=".*\n" if framework == "torch" else "\n")')
   set -- numpy "${newest[@]}"
 fi

@@ -37,7 +37,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     build_host_kernels(&native)?;
     let python = env::var("DL_COMM_TEST_PYTHON")
         .map_err(|_| "set DL_COMM_TEST_PYTHON to a Python that has dl_comm installed, as tests/run.sh does")?;
-    let package = ask(&python, "import dl_comm._paths as p; print(p.PACKAGE)")?;
+    let package = ask(&python, "import dl_comm._base.paths as p; print(p.PACKAGE)")?;
     let tensorflow =
         ask(&python, "import importlib.util as u; print(u.find_spec('tensorflow').submodule_search_locations[0])")?;
     println!("cargo:rerun-if-changed={package}/libdl_comm.so.0");

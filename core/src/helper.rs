@@ -123,7 +123,7 @@ pub fn refusal() -> Option<Error> {
 }
 
 /// The value of [`MARK`]: a rank's position, the identity of its launcher, and the variables of torchrun. By these,
-/// `_torchrun.py` sees that another launcher has started a process inside of a rank of torchrun.
+/// `python/dl_comm/_job/torchrun.py` sees that another launcher has started a process inside of a rank of torchrun.
 fn encode(position: &RankPosition, launcher: u64, torchrun: &[String]) -> String {
     serde_json::json!([position, launcher, torchrun]).to_string()
 }

@@ -25,9 +25,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dl_comm._api import *  # noqa: F403
-    from dl_comm._api import __all__ as __all__
-    from dl_comm._unlisted import *  # noqa: F403
+    from dl_comm._api.names import *  # noqa: F403
+    from dl_comm._api.names import __all__ as __all__
+    from dl_comm._api.unlisted import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")  # a private module, not yet imported
     if name in ("compat", "run"):
         return importlib.import_module(f"dl_comm.{name}")  # the latter needs no core
-    listed, unlisted = (importlib.import_module(f"dl_comm.{module}") for module in ("_api", "_unlisted"))
+    listed, unlisted = (importlib.import_module(f"dl_comm._api.{module}") for module in ("names", "unlisted"))
     if name != "__all__" and name not in listed.__all__ and name not in unlisted.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals().update({each: getattr(unlisted, each) for each in unlisted.__all__})
@@ -46,4 +46,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*importlib.import_module("dl_comm._api").__all__, "compat"})
+    return sorted({*importlib.import_module("dl_comm._api.names").__all__, "compat"})

@@ -21,14 +21,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from dl_comm import _dl_comm, _job
-from dl_comm._build import abi_of
-from dl_comm._end import at_exit, finalize, finalize_at_exit
-from dl_comm._errors import ArgumentError, CommError, MismatchError, StateError, TimeoutError
-from dl_comm._load import check_one_core, ops_library
-from dl_comm._rank_variables import master_of_rank_0, name_master, other_hosts, reachable_address
-from dl_comm._start import ensure_initialized, start_by_store
-from dl_comm._torch_variables import given, launched
+from dl_comm import _dl_comm
+from dl_comm._base.errors import ArgumentError, CommError, MismatchError, StateError, TimeoutError
+from dl_comm._base.torch_variables import given, launched
+from dl_comm._job import state
+from dl_comm._job.end import at_exit, finalize, finalize_at_exit
+from dl_comm._job.rank_variables import master_of_rank_0, name_master, other_hosts, reachable_address
+from dl_comm._job.start import ensure_initialized, start_by_store
+from dl_comm._libraries.build import abi_of
+from dl_comm._libraries.load import check_one_core, ops_library
 
 _KEY = "dl_comm/start"
 """Whether ``init_process_group`` has started dl_comm, by torch's store."""
@@ -127,7 +128,7 @@ def _do_nothing(_backend: Any, _device: Any) -> None:
 
 def _end_earlier_job() -> None:
     """Ends the job of an earlier default group, which may have had other ranks. Not one that the script has started."""
-    if _job.current.is_of_torch and _is_started() and not _dl_comm.is_initialized() and _dl_comm.hosts() == 1:
+    if state.current.is_of_torch and _is_started() and not _dl_comm.is_initialized() and _dl_comm.hosts() == 1:
         finalize()
 
 
@@ -141,7 +142,7 @@ def _start_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
         _check_same_job(jobs)
     else:
         start_by_store(store, rank, size)
-        _job.current.is_of_torch = True
+        state.current.is_of_torch = True
         _name_master(store, rank, timeout)
 
 
@@ -243,7 +244,7 @@ def rendezvous_of_ranks(
 
 def _rendezvous(timeout: timedelta) -> Iterator[tuple[Any, int, int]]:
     """Yields the store, the rank and the size, as torch's rendezvous handlers do. Collective."""
-    from dl_comm._objects import broadcast_object
+    from dl_comm._arrays.objects import broadcast_object
 
     # Launchers kill the other ranks when one ends that has not left MPI, which it does with them.
     finalize_at_exit()

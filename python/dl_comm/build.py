@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dl_comm._build import KERNELS, build_into, cached_library, compile_kernels, existing_library, libraries
-from dl_comm._frameworks import FRAMEWORKS, is_installed
+from dl_comm._libraries.build import KERNELS, build_into, cached_library, compile_kernels, existing_library, libraries
+from dl_comm._libraries.frameworks import FRAMEWORKS, is_installed
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m dl_comm.build") -> int:

@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dl_comm._checks import checked_float, checked_int
-from dl_comm._errors import ArgumentError
-from dl_comm._ranks import get_nranks, get_rank
-from dl_comm._sampler import DistributedSampler
+from dl_comm._arrays.sampler import DistributedSampler
+from dl_comm._base.checks import checked_float, checked_int
+from dl_comm._base.errors import ArgumentError
+from dl_comm._job.ranks import get_nranks, get_rank
 
 __all__ = [
     "Constant",

@@ -82,11 +82,11 @@ pub fn dtype_error(py: Python<'_>, message: impl Into<String>) -> PyErr {
 }
 
 fn exception(py: Python<'_>, code: i32, message: String) -> PyErr {
-    let value = py.import("dl_comm._errors").and_then(|module| module.call_method1("from_code", (code, message)));
+    let value = py.import("dl_comm._base.errors").and_then(|module| module.call_method1("from_code", (code, message)));
     value.map_or_else(|error| error, PyErr::from_value)
 }
 
-/// Calls the C API without the GIL. A negative result becomes an exception, by `dl_comm._errors`.
+/// Calls the C API without the GIL. A negative result becomes an exception, by `dl_comm._base.errors`.
 pub fn call(py: Python<'_>, function: impl FnOnce() -> i32 + Send) -> PyResult<i32> {
     let result = py.detach(function);
     if result >= 0 {

@@ -1,5 +1,5 @@
 //! NumPy arrays as buffers of the C API. Refuses arrays without plain memory or with an unknown element type. Arrays in GPU
-//! memory are tuples that `dl_comm._cuda_arrays` makes.
+//! memory are tuples that `dl_comm._arrays.cuda_arrays` makes.
 
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;

@@ -1,4 +1,4 @@
-//! Calls of the plugin on arrays in GPU memory, which `dl_comm._cuda_arrays` describes ([`crate::arrays`]).
+//! Calls of the plugin on arrays in GPU memory, which `dl_comm._arrays.cuda_arrays` describes ([`crate::arrays`]).
 
 use pyo3::prelude::*;
 use pyo3::types::PyString;

@@ -17,8 +17,8 @@ from arrays import Array, Stream, counters, use
 
 import dl_comm
 from device_calls import FLOAT32, DeviceWork
-from dl_comm._cuda import preload
-from dl_comm._table import SCALED as SCALED_OPERATORS
+from dl_comm._base.cuda import preload
+from dl_comm._base.table import SCALED as SCALED_OPERATORS
 
 GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
 MISMATCH = -4  # DL_COMM_ERROR_MISMATCH

@@ -22,7 +22,7 @@ from arrays import Array as CudaArray
 from arrays import Stream, counters, use
 
 import dl_comm
-from dl_comm._cuda_arrays import DeviceArray
+from dl_comm._arrays.cuda_arrays import DeviceArray
 
 GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
 NUMBERS = [name for name in library.CODES if name not in ("bfloat16", "bool")]

@@ -12,7 +12,7 @@ from arrays import Array, Stream, use
 
 import dl_comm
 from device_calls import DeviceWork
-from dl_comm._cuda import preload
+from dl_comm._base.cuda import preload
 
 GPUS = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))
 ALLREDUCE, ALLGATHER = 1, 5

@@ -279,7 +279,7 @@ elif [ "$shm" != /dev/shm ]; then
 fi
 step "import" "$python" -c '
 import sys, numpy, torch, dl_comm, dl_comm.torch
-from dl_comm._build import packaged_library
+from dl_comm._libraries.build import packaged_library
 print("python", sys.version.split()[0], "numpy", numpy.__version__, "torch", torch.__version__, "CUDA", torch.version.cuda)
 print("GPUs", torch.cuda.device_count(), "dl_comm", dl_comm.__file__, "operations", packaged_library("torch"))'
 # Everything else would fail too.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dl_comm as mc
-from dl_comm._cuda_arrays import DeviceArray
+from dl_comm._arrays.cuda_arrays import DeviceArray
 from job import Job
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import dl_comm
-from dl_comm import _private_names
-from dl_comm._private_names import PRIVATE_NAMES, PrivateName, check
+from dl_comm._base import private_names
+from dl_comm._base.private_names import PRIVATE_NAMES, PrivateName, check
 
 
 def listed(framework: str) -> list[PrivateName]:
@@ -20,7 +20,7 @@ def listed(framework: str) -> list[PrivateName]:
 def fails_without(monkeypatch: pytest.MonkeyPatch, gone: PrivateName, action: Callable[[], Any]) -> None:
     """Asserts that the action fails, and says what for, in a version that lacks a name."""
     with monkeypatch.context() as patch:
-        patch.setattr(_private_names, "PRIVATE_NAMES", (gone._replace(name="_gone"),))
+        patch.setattr(private_names, "PRIVATE_NAMES", (gone._replace(name="_gone"),))
         check.cache_clear()
         try:
             with pytest.raises(dl_comm.StateError, match=f"no _gone in {gone.where} any more, to {gone.purpose}"):

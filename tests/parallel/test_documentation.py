@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import dl_comm
-from dl_comm._table import CALLS, COLLECTIVES, Call, Recv, Send, SendRecv
+from dl_comm._base.table import CALLS, COLLECTIVES, Call, Recv, Send, SendRecv
 from frameworks import Framework
 
 LIBRARIES = {"numpy": "np", "torch": "torch", "tensorflow": "tf"}

@@ -16,7 +16,7 @@ import dl_comm as mc  # noqa: E402
 import dl_comm.keras as dk  # noqa: E402
 import frameworks  # noqa: E402
 import test_batch_norm  # noqa: E402
-from dl_comm._private_names import check  # noqa: E402
+from dl_comm._base.private_names import check  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

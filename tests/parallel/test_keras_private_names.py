@@ -10,7 +10,7 @@ keras = pytest.importorskip("keras", minversion="3.0")
 import dl_comm  # noqa: E402
 import dl_comm.keras as dk  # noqa: E402
 import dl_comm.tensorflow as dt  # noqa: E402
-from dl_comm._private_names import PrivateName, check, is_there  # noqa: E402
+from dl_comm._base.private_names import PrivateName, check, is_there  # noqa: E402
 from private_names import fails_without, listed  # noqa: E402
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import dl_comm as mc
-from dl_comm import _groups, _methods
-from dl_comm._table import CALLS
+from dl_comm._api import methods
+from dl_comm._arrays import groups
+from dl_comm._base.table import CALLS
 
 
 def pairs(rank: int, size: int) -> mc.Group:
@@ -115,7 +116,7 @@ def test_the_world_is_all_ranks_beside_communicators(
 
 def test_declarations_are_those_of_the_functions() -> None:
     """What type checkers and the documentation read."""
-    tree = ast.parse(Path(inspect.getfile(_groups)).read_text())
+    tree = ast.parse(Path(inspect.getfile(groups)).read_text())
     group = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == "Group")
     block = next(each for each in group.body if isinstance(each, ast.If))
     types = {
@@ -123,7 +124,7 @@ def test_declarations_are_those_of_the_functions() -> None:
     }
     assert types == {call.name: call.__name__ for call in CALLS}
     declared = {each.name: each for each in block.body if isinstance(each, ast.FunctionDef)}
-    assert {*types, *declared} == {function.__name__ for function in _methods.FUNCTIONS}
+    assert {*types, *declared} == {function.__name__ for function in methods.FUNCTIONS}
     for name, definition in declared.items():
         signature = inspect.signature(getattr(mc.Group, name))
         written = f"({ast.unparse(definition.args)}) -> {ast.unparse(definition.returns)}"  # type: ignore[arg-type]

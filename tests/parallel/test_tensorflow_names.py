@@ -181,7 +181,7 @@ def test_fit_with_layers_numbered_by_each_process(rank, size):
 
 def test_names_by_structure(rank):
     """Whatever numbers Keras gives, and in whatever order, equal structures have equal names."""
-    from dl_comm._tensor_names import by_structure
+    from dl_comm._arrays.tensor_names import by_structure
 
     def paths(first):
         numbered = [f"dense_{n}" if n else "dense" for n in range(first, first + 12)]

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 
 import dl_comm  # noqa: E402
 import dl_comm.torch as cdl  # noqa: E402
-from dl_comm import _job  # noqa: E402
+from dl_comm._job import state  # noqa: E402
 from dl_comm.torch import _ops  # noqa: E402
 
 
@@ -272,7 +272,7 @@ class TestOwners:
             pytest.skip("needs two ranks")
         parameter = zeros(2)
         with monkeypatch.context() as patch:
-            patch.setattr(_job.current, "optimizers", _job.current.optimizers + rank)
+            patch.setattr(state.current, "optimizers", state.current.optimizers + rank)
             with pytest.raises(dl_comm.MismatchError, match="SGD"):
                 wrap([parameter], broadcast=False)
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import dl_comm  # noqa: E402
 import dl_comm.torch as cdl  # noqa: E402
-from dl_comm._private_names import PRIVATE_NAMES, PrivateName, is_there  # noqa: E402
+from dl_comm._base.private_names import PRIVATE_NAMES, PrivateName, is_there  # noqa: E402
 from private_names import fails_without, listed  # noqa: E402
 
 SOURCE = Path(dl_comm.__file__).parent
@@ -38,5 +38,5 @@ def test_the_source_uses_no_other(folder: str) -> None:
     ours = set(re.findall(r"(?:def|class) (_\w+)|\b(?:self|cls)\.(_\w+)", "".join(texts.values())))
     known |= {name for names in ours for name in names}
     for file, text in texts.items():
-        used = re.findall(r"(?<!self)(?<!cls)(?<!_ops)(?<!_groups)(?<!__)\.(_[a-zA-Z]\w*)", text)
+        used = re.findall(r"(?<!self)(?<!cls)(?<!_ops)(?<!groups)(?<!dl_comm)(?<!__)\.(_[a-zA-Z]\w*)", text)
         assert {name for name in used if not name.startswith("_dl_comm")} <= known, file

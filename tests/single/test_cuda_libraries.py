@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from dl_comm import _cuda
+from dl_comm._base import cuda
 
 
 def test_nvrtc_must_not_be_newer_than_the_driver() -> None:
-    assert _cuda.fits("libnvrtc.so.13", 13)
-    assert _cuda.fits("libnvrtc.so.12", 13)
-    assert not _cuda.fits("libnvrtc.so.13", 12)
-    assert not _cuda.fits("libnvrtc-builtins.so.13.0", 12)
-    assert _cuda.fits("libnvrtc.so.13", None)
-    assert _cuda.fits("libnccl.so.2", 1)
+    assert cuda.fits("libnvrtc.so.13", 13)
+    assert cuda.fits("libnvrtc.so.12", 13)
+    assert not cuda.fits("libnvrtc.so.13", 12)
+    assert not cuda.fits("libnvrtc-builtins.so.13.0", 12)
+    assert cuda.fits("libnvrtc.so.13", None)
+    assert cuda.fits("libnccl.so.2", 1)
 
 
 def test_the_newest_compatible_version_is_loaded_unless_the_user_selects_one(
@@ -37,8 +37,8 @@ def test_the_newest_compatible_version_is_loaded_unless_the_user_selects_one(
     monkeypatch.setattr(ctypes, "CDLL", lambda _: None)
 
     def loaded(driver: int | None) -> list[str]:
-        monkeypatch.setattr(_cuda, "_driver", lambda: driver)
-        return [str(Path(file).relative_to(tmp_path / "nvidia")) for file in _cuda.preload.__wrapped__()]
+        monkeypatch.setattr(cuda, "_driver", lambda: driver)
+        return [str(Path(file).relative_to(tmp_path / "nvidia")) for file in cuda.preload.__wrapped__()]
 
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     assert loaded(13) == ["cu13/lib/libnvrtc.so.13", "nccl/lib/libnccl.so.2"]

@@ -374,7 +374,8 @@ def test_kernels_of_the_package_need_no_compiler(fake_cuda: Path, tmp_path: Path
     shutil.copytree(Path(dl_comm.__file__).parent, tmp_path / "package" / "dl_comm")
     kernels, cache = tmp_path / "package" / "dl_comm" / "kernels", tmp_path / "cache"
     program = (
-        "import sys\nfrom dl_comm import _build as b\nb.CAPABILITIES = (90,)\nprint(b.compile_kernels(sys.argv[1]))"
+        "import sys\nfrom dl_comm._libraries import build as b\n"
+        "b.CAPABILITIES = (90,)\nprint(b.compile_kernels(sys.argv[1]))"
     )
     compiled = run([sys.executable, "-c", program, str(kernels)], 300)
     assert compiled.output.strip() == str(len(list(kernels.iterdir()))), compiled.output

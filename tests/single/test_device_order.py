@@ -16,7 +16,7 @@ import numpy as np
 from arrays import Array, Stream, use
 from device_calls import DeviceGroup, DeviceWork
 import dl_comm
-from dl_comm._cuda import preload
+from dl_comm._base.cuda import preload
 
 dl_comm.init()
 preload()  # as the bindings do

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dl_comm._text import runs_text
+from dl_comm._base.text import runs_text
 from dl_comm.doctor import _frameworks
 from dl_comm.doctor._checks import numbers_of
 from dl_comm.doctor._launcher import launch_of, without_launcher

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dl_comm import _log
+from dl_comm._base import log
 from launch import Finished
 
 Script = Callable[..., Finished]
@@ -92,10 +92,10 @@ def test_a_forked_child_logs_too(script: Script) -> None:
         "logging.basicConfig(format='<%(name)s> %(message)s')\n"
         "import dl_comm\n"
         "dl_comm.init()\n"
-        "from dl_comm import _log\n"
+        "from dl_comm._base import log\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
-        "    _log.warn('from the child')\n"
+        "    log.warn('from the child')\n"
         "    os._exit(0)\n"
         "os.waitpid(pid, 0)\n"
     )
@@ -104,7 +104,7 @@ def test_a_forked_child_logs_too(script: Script) -> None:
 
 
 def test_a_record_for_pytest_is_a_line_too(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
-    _log.warn("both")
+    log.warn("both")
     assert capfd.readouterr().err == "dl_comm: both\n"
     (record,) = caplog.records
     assert (record.name, record.levelname, record.getMessage()) == ("dl_comm", "WARNING", "both")

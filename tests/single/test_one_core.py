@@ -15,7 +15,7 @@ PIECES = {
     "c": "import ctypes\nlibrary = ctypes.CDLL(TORCH)\nlibrary.dl_comm_ops_core_id.restype = ctypes.c_size_t\n"
     "ids['c'] = library.dl_comm_ops_core_id()",
 }
-PATHS = "from dl_comm._load import ops_library\nprint(ops_library('torch'))\nprint(ops_library('tensorflow'))"
+PATHS = "from dl_comm._libraries.load import ops_library\nprint(ops_library('torch'))\nprint(ops_library('tensorflow'))"
 CHECK = """
 assert len(set(ids.values())) == 1, ids
 cores = {line.split()[-1] for line in open('/proc/self/maps') if 'libdl_comm.so' in line}
@@ -57,7 +57,7 @@ def test_one_core_in_every_order(paths: str, order: tuple[str, ...]) -> None:
 
 def test_a_second_core_is_refused() -> None:
     from dl_comm._dl_comm import core_id
-    from dl_comm._load import check_one_core
+    from dl_comm._libraries.load import check_one_core
 
     check_one_core("libdl_comm_torch.so", core_id())
     with pytest.raises(ImportError, match="another core"):

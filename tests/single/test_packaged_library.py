@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from dl_comm import _build
+from dl_comm._libraries import build
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that replaces the package's, with both libraries, built for torch 2.11 (CUDA) and TensorFlow 2.20."""
-    monkeypatch.setattr(_build, "PACKAGE", tmp_path)
-    monkeypatch.setattr(_build, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(build, "PACKAGE", tmp_path)
+    monkeypatch.setattr(build, "_torch_has_cuda", lambda: True)
     for name, version in (("torch", "torch-2.11.0"), ("tf", "tensorflow-2.20.0")):
         (tmp_path / f"libdl_comm_{name}.so").touch()
         (tmp_path / f"libdl_comm_{name}.so.built-for").write_text(f"{version}\n")
@@ -36,22 +36,22 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_torch_by_its_stable_abi(package: Path, monkeypatch: pytest.MonkeyPatch, version: str, serves: bool) -> None:
-    monkeypatch.setattr(_build, "framework_version", lambda framework: version)
-    assert _build.packaged_library("torch") == (package / "libdl_comm_torch.so" if serves else None)
+    monkeypatch.setattr(build, "framework_version", lambda framework: version)
+    assert build.packaged_library("torch") == (package / "libdl_comm_torch.so" if serves else None)
 
 
 def test_torch_with_cuda_needs_the_library_for_cuda(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_build, "framework_version", lambda framework: "torch-2.11.0")
+    monkeypatch.setattr(build, "framework_version", lambda framework: "torch-2.11.0")
     (package / "libdl_comm_torch_cuda.so").unlink()
-    assert _build.packaged_library("torch") is None
-    monkeypatch.setattr(_build, "_torch_has_cuda", lambda: False)
-    assert _build.packaged_library("torch") == package / "libdl_comm_torch.so"
+    assert build.packaged_library("torch") is None
+    monkeypatch.setattr(build, "_torch_has_cuda", lambda: False)
+    assert build.packaged_library("torch") == package / "libdl_comm_torch.so"
 
 
 @pytest.mark.parametrize(("version", "serves"), [("tensorflow-2.20.0", True), ("tensorflow-2.21.0", False)])
 def test_tensorflow_by_its_version(package: Path, monkeypatch: pytest.MonkeyPatch, version: str, serves: bool) -> None:
-    monkeypatch.setattr(_build, "framework_version", lambda framework: version)
-    assert _build.packaged_library("tensorflow") == (package / "libdl_comm_tf.so" if serves else None)
+    monkeypatch.setattr(build, "framework_version", lambda framework: version)
+    assert build.packaged_library("tensorflow") == (package / "libdl_comm_tf.so" if serves else None)
 
 
 @pytest.mark.parametrize(
@@ -74,55 +74,55 @@ def test_tensorflow_by_its_version(package: Path, monkeypatch: pytest.MonkeyPatc
 def test_prebuilt_libraries_by_abi(
     package: Path, monkeypatch: pytest.MonkeyPatch, name: str, version: str, abi: str | None
 ) -> None:
-    monkeypatch.setattr(_build, "framework_version", lambda framework: version)
-    assert _build.abi_of(name, version) == abi
+    monkeypatch.setattr(build, "framework_version", lambda framework: version)
+    assert build.abi_of(name, version) == abi
     for library in package.glob("libdl_comm_*"):
         library.unlink()
-    assert _build.packaged_library(name) is None
-    file = package / "prebuilt" / (abi or version) / _build._LIBRARIES[name].file
+    assert build.packaged_library(name) is None
+    file = package / "prebuilt" / (abi or version) / build._LIBRARIES[name].file
     file.parent.mkdir(parents=True)
     file.touch()
     (file.parent / "libdl_comm_torch_cuda.so").touch()
-    assert _build.packaged_library(name) == (file if abi else None)
+    assert build.packaged_library(name) == (file if abi else None)
 
 
 def test_the_library_that_was_built_at_install_comes_first(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_build, "framework_version", lambda framework: "tensorflow-2.20.0")
+    monkeypatch.setattr(build, "framework_version", lambda framework: "tensorflow-2.20.0")
     file = package / "prebuilt" / "tensorflow-2.20.0" / "libdl_comm_tf.so"
     file.parent.mkdir(parents=True)
     file.touch()
-    assert _build.packaged_library("tensorflow") == package / "libdl_comm_tf.so"
+    assert build.packaged_library("tensorflow") == package / "libdl_comm_tf.so"
 
 
 def test_a_library_that_was_built_by_command_replaces_that_of_the_package(
     package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(_build, "framework_version", lambda framework: "torch-2.11.0")
-    monkeypatch.setattr(_build, "_build", fake_build)
+    monkeypatch.setattr(build, "framework_version", lambda framework: "torch-2.11.0")
+    monkeypatch.setattr(build, "_build", fake_build)
     monkeypatch.setenv("DL_COMM_CACHE", str(tmp_path / "cache"))
-    assert _build.existing_library("torch") == package / "libdl_comm_torch.so"
-    built = _build.cached_library("torch", force=True)
-    assert _build.existing_library("torch") == built
+    assert build.existing_library("torch") == package / "libdl_comm_torch.so"
+    built = build.cached_library("torch", force=True)
+    assert build.existing_library("torch") == built
     built.write_text("damaged")
-    assert _build.existing_library("torch") == package / "libdl_comm_torch.so"
-    _build.cached_library("torch", force=True)
+    assert build.existing_library("torch") == package / "libdl_comm_torch.so"
+    build.cached_library("torch", force=True)
     built.parent.chmod(0o777)  # others could have changed it
-    assert _build.existing_library("torch") == package / "libdl_comm_torch.so"
+    assert build.existing_library("torch") == package / "libdl_comm_torch.so"
 
 
 def fake_build(name: str, folder: Path) -> None:
-    library = folder / _build._LIBRARIES[name].file
+    library = folder / build._LIBRARIES[name].file
     library.write_text("built")
-    (folder / _build._MANIFEST).write_text(json.dumps({library.name: _build._size_and_hash(library)}))
+    (folder / build._MANIFEST).write_text(json.dumps({library.name: build._size_and_hash(library)}))
 
 
 def test_what_is_missing_is_named(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without a compiler."""
-    monkeypatch.setattr(_build, "framework_version", lambda framework: "tensorflow-2.99.0")
-    monkeypatch.setattr(_build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build, "framework_version", lambda framework: "tensorflow-2.99.0")
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
     (package / "prebuilt" / "tensorflow-2.20.0").mkdir(parents=True)
     (package / "prebuilt" / "tensorflow-2.20.0" / "libdl_comm_tf.so").touch()
     named = r"^no C\+\+.*tensorflow-2.99.0 \(this package has it for tensorflow-2.20.0\)"
     with pytest.raises(ImportError, match=named):
-        _build._build("tensorflow", tmp_path)
+        build._build("tensorflow", tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dl_comm._torch_variables import Position
+from dl_comm._base.torch_variables import Position
 from dl_comm.run._child import one_gpu, visible_gpus
 from launch import Finished, run
 

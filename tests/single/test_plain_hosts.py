@@ -276,7 +276,7 @@ def test_a_store_under_a_launcher_uses_the_launchers_mpi(two: Hosts, program: Pa
         HEAD
         + """
 torch = __import__("torch.distributed")
-from dl_comm._start import start_by_store
+from dl_comm._job.start import start_by_store
 rank, size = int(os.environ["PMI_RANK"]), int(os.environ["PMI_SIZE"])
 store = torch.distributed.TCPStore("10.77.0.1", 29512, size, rank == 0)
 start_by_store(store, rank, size)

@@ -1,4 +1,4 @@
-"""The layers of the Python package (DESIGN: face > bindings > levels > arrays > job > libraries > base)."""
+"""The layers of the Python package (programs > names > bindings > levels > arrays > job > libraries > base)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "python/dl_comm"
-FACE = "face"
-LAYERS = {
-    "base": "_buckets _checks _cuda _dl_comm _errors _excepthook _file_store _frameworks _log _made _master _network "
-    "_paths _private_names _rc _signal _table _text _torch_variables _types analyze_dumps run",
-    "libraries": "_build _load build",
-    "job": "_diagnosis _end _gpus _job _output _rank_variables _ranks _start _stats_writer _torchrun timeline",
-    "arrays": "_agreement _arguments _checkpoint _cuda_arrays _groups _memory _messages _metrics _objects _ops "
-    "_random_states _sampler _server _teams _tensor_names _towers _work training",
-    "levels": "_communicators _hierarchy _selector _split",
+LAYERS = (
+    "_base _dl_comm analyze_dumps run",
+    "_libraries build",
+    "_job timeline",
+    "_arrays training",
+    "_levels",
     # Beside each other; Keras is on TensorFlow, and with its torch backend on torch.
-    "bindings": "_torch_distributed keras tensorflow torch",
-    FACE: "_api _binding _collectives _dispatch _init _methods _parameter_server _replicas _unlisted",
-    "programs": "__main__ compat doctor tf1",
-}
-"""From the bottom: the files and packages of each layer."""
+    "_torch_distributed keras tensorflow torch",
+    "_api",
+    "__main__ compat doctor tf1",
+)
+"""From the bottom: the packages and files of each layer."""
 
 
 def module_of(path: Path) -> str:
@@ -63,15 +60,14 @@ def layer_of(module: str) -> int:
     name = (module.split(".") + [""])[1]
     if module in ("dl_comm", "dl_comm.torch", "dl_comm.tensorflow", "dl_comm.keras"):
         name = "_api"  # they hand on the names of all layers
-    found = [index for index, names in enumerate(LAYERS.values()) if name in names.split()]
+    found = [index for index, names in enumerate(LAYERS) if name in names.split()]
     assert len(found) == 1, f"{module} has no layer in {__file__}"
     return found[0]
 
 
 def test_imports_point_down() -> None:
-    layers = list(LAYERS)
     wrong = [
-        f"{module} ({layers[layer_of(module)]}) imports {target} ({layers[layer_of(target)]})"
+        f"{module} imports {target}"
         for module, targets in IMPORTS.items()
         for target in targets
         if layer_of(target) > layer_of(module)

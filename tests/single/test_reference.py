@@ -14,8 +14,9 @@ import pytest
 
 import dl_comm
 import ml_comm
-from dl_comm import _api, _unlisted
-from dl_comm._table import COLLECTIVES, OPERATORS, SCALED
+from dl_comm._api import names as api
+from dl_comm._api import unlisted
+from dl_comm._base.table import COLLECTIVES, OPERATORS, SCALED
 from dl_comm.compat import cray, torchmpi
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ def pages() -> dict[str, list[str]]:
 
 
 def source(module: str) -> ast.Module:
-    path = PYTHON / ("dl_comm/_api.py" if module == "dl_comm" else module.replace(".", "/"))
+    path = PYTHON / ("dl_comm/_api/names.py" if module == "dl_comm" else module.replace(".", "/"))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.parse(path.read_text())
 
@@ -67,7 +68,7 @@ def listed_by(module: str) -> list[str]:
 def re_exported_by(module: str) -> set[str]:
     """The names that a module has from outside of its package, and that are on the page of another public module."""
     others = [each for each in ("dl_comm", "dl_comm.training") if each != module]
-    public = {name for each in others for name in listed_by(each)} | set(_unlisted.__all__)
+    public = {name for each in others for name in listed_by(each)} | set(unlisted.__all__)
     names: set[str] = set()
     for each in source(module).body:
         if isinstance(each, ast.ImportFrom) and not str(each.module).startswith(f"{module}."):
@@ -81,7 +82,7 @@ def documented(module: str) -> set[str]:
     if module == "dl_comm":
         return names - {"run", "timeline", "training"}  # modules, with pages
     if module in ("dl_comm.compat.cray", "dl_comm.compat.torchmpi"):
-        return names - set(_api.__all__)
+        return names - set(api.__all__)
     if module == "dl_comm.torch":
         names.remove("nn")  # a module, with a page
     return names - re_exported_by(module)
@@ -97,8 +98,8 @@ def test_every_public_name_is_on_one_page() -> None:
     everywhere = [
         name for module in ("dl_comm", "dl_comm.compat.cray", "dl_comm.compat.torchmpi") for name in there[module]
     ]
-    modules = [name for name in _api.__all__ if isinstance(getattr(dl_comm, name), ModuleType)]
-    expected = [*_api.__all__, *_unlisted.__all__]
+    modules = [name for name in api.__all__ if isinstance(getattr(dl_comm, name), ModuleType)]
+    expected = [*api.__all__, *unlisted.__all__]
     assert sorted([*everywhere, *modules, "__version__", "core_id"]) == sorted(expected)
 
 
@@ -106,7 +107,7 @@ def test_every_public_name_is_on_one_page() -> None:
 def test_a_module_shows_its_names_only(name: str) -> None:
     module = importlib.import_module(name)
     assert set(dir(module)) == {*listed_by(name), *(["compat"] if name == "dl_comm" else [])}
-    assert list(module.__all__) == listed_by(name) + (_unlisted.__all__ if name == "dl_comm" else [])
+    assert list(module.__all__) == listed_by(name) + (unlisted.__all__ if name == "dl_comm" else [])
     # What a page lists exists, and has a text.
     for each in pages()[name]:
         assert each == "Operator" or (getattr(module, each).__doc__ or "").strip(), each
@@ -122,24 +123,24 @@ def test_names_of_other_libraries_stay_reachable() -> None:
         for module in (cray, torchmpi):
             for name in module.__all__:
                 assert getattr(module, name) is getattr(dl_comm, name)
-        for name in (*_api.__all__, *_unlisted.__all__):
+        for name in (*api.__all__, *unlisted.__all__):
             assert name == "config_team" or getattr(ml_comm, name) is getattr(dl_comm, name), name
     others = {*cray.__all__, *torchmpi.__all__}
-    assert set(_unlisted.__all__) - {"core_id"} == others - set(_api.__all__)
+    assert set(unlisted.__all__) - {"core_id"} == others - set(api.__all__)
     # That package is for scripts of the plugin.
-    assert set(ml_comm.__all__) == set(dir(ml_comm)) == others | set(_api.__all__)
+    assert set(ml_comm.__all__) == set(dir(ml_comm)) == others | set(api.__all__)
 
 
 def test_a_star_imports_all_names() -> None:
     names: dict[str, object] = {}
     exec("from dl_comm import *", names)
-    assert set(names) - {"__builtins__"} == {*_api.__all__, *_unlisted.__all__}
+    assert set(names) - {"__builtins__"} == {*api.__all__, *unlisted.__all__}
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
 def test_pages_use_the_listed_names(page: str) -> None:
     used = set(re.findall(r"\bdl_comm\.([a-zA-Z]\w*)\b", (ROOT / "docs" / page).read_text()))
-    assert used.isdisjoint(_unlisted.__all__)
+    assert used.isdisjoint(unlisted.__all__)
 
 
 def test_the_table_has_the_codes_of_the_header() -> None:

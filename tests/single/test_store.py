@@ -18,7 +18,7 @@ from ranks import free_port
 torch_stores = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 
 HEAD = """
-from dl_comm._start import start_by_store
+from dl_comm._job.start import start_by_store
 del os.environ["DL_COMM_RANK"], os.environ["DL_COMM_SIZE"], os.environ["DL_COMM_ADDR"]
 class Files:  # a store in a folder, in Python
     def __init__(self, folder): self.folder = folder
@@ -179,7 +179,7 @@ CHILD = """
 import os, subprocess, sys
 here = os.path.dirname(os.path.abspath(__file__))
 import multiprocessing
-from dl_comm._start import start_by_store
+from dl_comm._job.start import start_by_store
 
 def work(number):
     start_by_store(Files(here), number, 2)
@@ -204,7 +204,7 @@ def test_a_spawned_child_of_a_rank_may_be_a_rank_of_another_job(tmp_path: Path, 
     (tmp_path / "parent").mkdir()
     head = "import threading, numpy as np, dl_comm" + HEAD.replace(
         'del os.environ["DL_COMM_RANK"], os.environ["DL_COMM_SIZE"], os.environ["DL_COMM_ADDR"]', ""
-    ).replace("from dl_comm._start import start_by_store", "import os")
+    ).replace("from dl_comm._job.start import start_by_store", "import os")
     start = "start_by_store(Files(os.path.join(here, 'parent')), 0, 1)" if under == "store" else "dl_comm.init_mpi()"
     program = tmp_path / "train.py"
     program.write_text(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dl_comm._master import MasterError, Start
-from dl_comm._torch_variables import MARK, NAMES, Position, given, launched
+from dl_comm._base.master import MasterError, Start
+from dl_comm._base.torch_variables import MARK, NAMES, Position, given, launched
 from hosts import Hosts, possible
 from imported import TORCH, python
 from launch import QUIET, Finished, launch, mpiexec, run

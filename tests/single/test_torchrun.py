@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dl_comm._torchrun import is_connected, numbers
+from dl_comm._job.torchrun import is_connected, numbers
 from hosts import Hosts
 from launch import QUIET, Finished, run
 from plain_ranks import shared_memory
@@ -133,9 +133,9 @@ if __name__ == "__main__":
         return subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **env}).stdout
     assert output() == f"{RANK} of {SIZE}"
     assert output(DL_COMM_ALONE="1") == "0 of 1"
-    from dl_comm import _torchrun
-    assert _torchrun.here(os.environ) == (RANK, SIZE)
-    which = "import os; from dl_comm import _torchrun; print(_torchrun.here(os.environ))"
+    from dl_comm._job.torchrun import here
+    assert here(os.environ) == (RANK, SIZE)
+    which = "import os; from dl_comm._job.torchrun import here; print(here(os.environ))"
     for name, numbers in (("OMPI_COMM_WORLD_RANK", None), ("HOME", (RANK, SIZE)), ("MASTER_PORT", (RANK, SIZE))):
         env = {**os.environ, name: "1"}
         found = subprocess.run([sys.executable, "-c", which], capture_output=True, text=True, check=True, env=env)

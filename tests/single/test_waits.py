@@ -206,7 +206,7 @@ def test_keras_fit_with_other_numbers_of_steps(run: Callable[..., Finished]) -> 
         """
 import keras
 import dl_comm.keras as dk
-from dl_comm._errors import translate
+from dl_comm._base.errors import translate
 mc.init(framework="keras")
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile(dk.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")

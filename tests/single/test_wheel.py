@@ -29,11 +29,11 @@ def assert_tells_of_streams(library: Path) -> None:
 
 def test_the_cuda_library_is_built_if_torch_has_cuda() -> None:
     pytest.importorskip("torch")
-    from dl_comm import _build
+    from dl_comm._libraries import build
 
-    if not _build._torch_has_cuda():
+    if not build._torch_has_cuda():
         pytest.skip("torch was built without CUDA")
-    library = _build.packaged_library("torch") or _build.cached_library("torch")
+    library = build.packaged_library("torch") or build.cached_library("torch")
     assert_tells_of_streams(library.with_name("libdl_comm_torch_cuda.so"))
 
 

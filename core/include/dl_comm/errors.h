@@ -11,7 +11,7 @@
 
 namespace dl_comm {
 
-// The text of an error, in the format that dl_comm._errors parses. `code`: a DL_COMM_ERROR_* of dl_comm.h.
+// The text of an error, in the format that dl_comm._base.errors parses. `code`: a DL_COMM_ERROR_* of dl_comm.h.
 inline std::string error_text(int32_t code, std::string_view message) {
   return "dl_comm error " + std::to_string(code) + ": " + std::string(message);
 }

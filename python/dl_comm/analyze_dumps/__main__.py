@@ -10,7 +10,7 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from dl_comm._text import wait_text
+from dl_comm._base.text import wait_text
 from dl_comm.analyze_dumps._analysis import analyze
 from dl_comm.analyze_dumps._dumps import BadInput, JobDumps, read
 from dl_comm.analyze_dumps._findings import Finding, names

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dl_comm._text import wait_text
+from dl_comm._base.text import wait_text
 from dl_comm.analyze_dumps._dumps import MISMATCH, CallRecord, Dump, JobDumps, Team
 from dl_comm.analyze_dumps._findings import Finding, names, ordered
 from dl_comm.analyze_dumps._stragglers import findings as straggler_findings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dl_comm._text import wait_text
+from dl_comm._base.text import wait_text
 from dl_comm.analyze_dumps._dumps import JobDumps
 from dl_comm.analyze_dumps._findings import Finding, names
 

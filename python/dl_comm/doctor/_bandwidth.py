@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dl_comm import _dl_comm
-from dl_comm._text import size_text
+from dl_comm._base.text import size_text
 from dl_comm.doctor._checks import Check
 from dl_comm.doctor._gather import gather
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dl_comm._paths import CORE
+from dl_comm._base.paths import CORE
 from dl_comm.doctor._checks import Check
 from dl_comm.doctor._tested import is_tested, tested_text
 

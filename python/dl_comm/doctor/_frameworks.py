@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dl_comm._build import existing_library
-from dl_comm._frameworks import FRAMEWORKS, framework_version, is_installed
+from dl_comm._libraries.build import existing_library
+from dl_comm._libraries.frameworks import FRAMEWORKS, framework_version, is_installed
 from dl_comm.doctor._checks import Check, Verdict
 from dl_comm.doctor._probes import Failed, Probe
 from dl_comm.doctor._tested import is_tested, tested_text

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dl_comm import _dl_comm
-from dl_comm._groups import CONTROL_TEAM
+from dl_comm._arrays.groups import CONTROL_TEAM
 
 
 def gather(value: Any, name: str) -> list[Any]:

@@ -6,8 +6,8 @@ import os
 import shutil
 from typing import Any
 
-from dl_comm._build import KERNELS
-from dl_comm._paths import PACKAGE
+from dl_comm._base.paths import PACKAGE
+from dl_comm._libraries.build import KERNELS
 from dl_comm.doctor._checks import Check
 from dl_comm.doctor._probes import Failed, Probe, Process
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dl_comm._text import runs_text, size_text
+from dl_comm._base.text import runs_text, size_text
 from dl_comm.doctor._checks import Check, numbers_of
 
 _NODES = Path("/sys/devices/system/node")

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from dl_comm import _dl_comm
-from dl_comm._errors import CommError
-from dl_comm._init import init
+from dl_comm._api.init import init
+from dl_comm._base.errors import CommError
 from dl_comm.doctor import _bandwidth, _local, _ranks
 from dl_comm.doctor._checks import Check, worst
 from dl_comm.doctor._gather import gather

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dl_comm import _torchrun
-from dl_comm._torch_variables import launched
+from dl_comm._base.torch_variables import launched
+from dl_comm._job import torchrun
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Launch:
         return not self.local_rank if self.local_rank is not None else not self.rank
 
 
-# Name and family of the launchers of _torch_variables that start MPI.
+# Name and family of the launchers of _base.torch_variables that start MPI.
 _LAUNCHERS = {
     "Open MPI": ("Open MPI's mpirun", "openmpi"),
     "PALS": ("Cray's PALS", None),
@@ -61,7 +61,7 @@ def launch_of(env: Mapping[str, str]) -> Launch | None:
 
     A shell on a compute node also has Slurm's variables; they count only with more than one process.
     """
-    if _torchrun.here(env):
+    if torchrun.here(env):
         return _plain(env, *_PLAIN[0])
     position = launched(env)
     if position and (position.launcher != "srun" or position.size > 1):

@@ -60,7 +60,7 @@ def mpi4py() -> dict[str, Any]:
 def gpu() -> dict[str, Any]:
     """The CUDA driver, NVRTC and NCCL, as the core finds them: with the loader, or in this Python's packages."""
     from dl_comm import _dl_comm
-    from dl_comm._cuda import preload
+    from dl_comm._base.cuda import preload
 
     result: dict[str, Any] = {"packaged": list(preload())}
     try:

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from dl_comm._text import runs_text
+from dl_comm._base.text import runs_text
 from dl_comm.doctor._checks import Check, numbers_of
 from dl_comm.doctor._host import cgroup_cpus, numa_nodes
 from dl_comm.doctor._network import used, used_text

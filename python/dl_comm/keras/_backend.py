@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import keras
 
-from dl_comm import _private_names
-from dl_comm._tensor_names import Name, by_structure
+from dl_comm._arrays.tensor_names import Name, by_structure
+from dl_comm._base import private_names
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 BACKENDS = ("tensorflow", "torch", "jax")
@@ -41,8 +41,8 @@ untraced: Callable[[_Function], _Function] = on.untraced
 
 def check() -> None:
     """Raise StateError if Keras lacks a private name on which dl_comm depends with this backend."""
-    _private_names.check("keras")
-    _private_names.check(f"keras on {NAME}")
+    private_names.check("keras")
+    private_names.check(f"keras on {NAME}")
 
 
 def names_of(variables: Sequence[Any]) -> list[Name]:

@@ -10,10 +10,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from dl_comm._groups import Group
-from dl_comm._metrics import any_rank, average_metrics
-from dl_comm._start import ensure_initialized
-from dl_comm._stats_writer import StatsWriter
+from dl_comm._arrays.groups import Group
+from dl_comm._arrays.metrics import any_rank, average_metrics
+from dl_comm._job.start import ensure_initialized
+from dl_comm._job.stats_writer import StatsWriter
 from dl_comm.keras._backend import check, on
 from dl_comm.keras._optimizer import group_of, has_started, retrace_train_step, shared_state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dl_comm._errors import StateError
+from dl_comm._base.errors import StateError
 
 
 def is_traced(values: Sequence[Any]) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from dl_comm._groups import Group
-from dl_comm._start import ensure_initialized
+from dl_comm._arrays.groups import Group
+from dl_comm._job.start import ensure_initialized
 from dl_comm.keras._backend import check, on, untraced
 
 # That of layers that are made without one.

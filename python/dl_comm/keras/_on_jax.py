@@ -18,10 +18,10 @@ import numpy as np
 from jax.experimental import io_callback
 
 from dl_comm import _dl_comm
-from dl_comm._errors import CommError, StateError, as_text
-from dl_comm._groups import Group
-from dl_comm._ops import broadcast_in
-from dl_comm._tensor_names import agreed_order
+from dl_comm._arrays.collectives import broadcast_in
+from dl_comm._arrays.groups import Group
+from dl_comm._arrays.tensor_names import agreed_order
+from dl_comm._base.errors import CommError, StateError, as_text
 from dl_comm.keras import _backend, _common
 from dl_comm.training import Schedule
 

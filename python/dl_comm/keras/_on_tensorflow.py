@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dl_comm._groups import Group
+from dl_comm._arrays.groups import Group
 from dl_comm.keras import _common
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._collectives import allreduce

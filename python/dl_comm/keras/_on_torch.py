@@ -13,8 +13,8 @@ from typing import Any
 import keras
 import torch
 
-from dl_comm._groups import Group
-from dl_comm._tensor_names import labels, with_keys
+from dl_comm._arrays.groups import Group
+from dl_comm._arrays.tensor_names import labels, with_keys
 from dl_comm.keras import _backend, _common
 from dl_comm.torch import _ops
 from dl_comm.torch._collectives import allreduce

@@ -21,11 +21,11 @@ from typing import Any
 
 import keras
 
-from dl_comm import _job
-from dl_comm._errors import ArgumentError, DTypeError, StateError
-from dl_comm._groups import Group
-from dl_comm._teams import new_owner, start_averages
-from dl_comm._tensor_names import agreed_order
+from dl_comm._arrays.groups import Group
+from dl_comm._arrays.teams import new_owner, start_averages
+from dl_comm._arrays.tensor_names import agreed_order
+from dl_comm._base.errors import ArgumentError, DTypeError, StateError
+from dl_comm._job import state
 from dl_comm.keras._backend import NAME, check, names_of, on, untraced
 from dl_comm.keras._normalization import layers_of
 
@@ -33,7 +33,7 @@ from dl_comm.keras._normalization import layers_of
 class AveragingOptimizer:
     """Mix-in for an optimizer's class. It must precede that class in the list of bases."""
 
-    _dl_comm_team = 0  # may stand for a group, see `_groups.averaging_team`
+    _dl_comm_team = 0  # may stand for a group, see `groups.averaging_team`
     _dl_comm_group: Group | None = None
     _dl_comm_is_of_group = False
     _dl_comm_owner = 0
@@ -209,7 +209,7 @@ def shared_state(optimizer: Any) -> list[Any]:
 
 
 _made: Counter[int] = Counter()
-_job.on_end.append(_made.clear)
+state.on_end.append(_made.clear)
 
 
 def _next_name(team: int) -> str:

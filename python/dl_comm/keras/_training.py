@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from dl_comm import training
-from dl_comm._errors import ArgumentError
+from dl_comm._base.errors import ArgumentError
 from dl_comm.keras._backend import on
 
 

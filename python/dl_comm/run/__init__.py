@@ -25,8 +25,8 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from dl_comm._network import addresses, is_here, variables
-from dl_comm._torch_variables import hold_port
+from dl_comm._base.network import addresses, is_here, variables
+from dl_comm._base.torch_variables import hold_port
 from dl_comm.run import _launch
 from dl_comm.run._check import healthy
 from dl_comm.run._dump import dump

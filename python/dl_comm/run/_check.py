@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dl_comm._network import is_here
+from dl_comm._base.network import is_here
 from dl_comm.run._hosts import Host
 from dl_comm.run._launchers import JobSpec, Launcher, command_line
 from dl_comm.run._options import UsageError

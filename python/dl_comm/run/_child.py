@@ -1,6 +1,6 @@
 """The wrapper of each rank: runs the program, forwards its output, and reports its exit to the launcher.
 
-Sets the variables that torchrun sets (``_torch_variables``). Run by path with the standard library only:
+Sets the variables that torchrun sets (``_base/torch_variables.py``). Run by path with the standard library only:
  ``python -I -S _child.py PROGRAM...``. Two processes:
 
 - the *parent*, which the launcher started. It runs the program in a new process group, forwards signals to it, and
@@ -38,8 +38,8 @@ from typing import Any, NoReturn
 if __name__ == "__main__":
     # Only for the modules of this package: those of the program's environment must not be found.
     sys.path.append(str(Path(__file__).parents[2]))
-from dl_comm._master import MasterError, Start
-from dl_comm._torch_variables import Position, launched, rank_of
+from dl_comm._base.master import MasterError, Start
+from dl_comm._base.torch_variables import Position, launched, rank_of
 
 FORWARDED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT")
 TOKEN_BYTES = 32  # length of the token that begins a connection to dl-comm-run

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dl_comm._master import MasterError, Start, has_connection
-from dl_comm._torch_variables import launched
+from dl_comm._base.master import MasterError, Start, has_connection
+from dl_comm._base.torch_variables import launched
 from dl_comm.run._child import exit_as, kill_group, run_program
 from dl_comm.run._options import reads_program, with_python
 

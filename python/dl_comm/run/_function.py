@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from dl_comm._errors import ArgumentError, CommError, RankFailedError, StateError, TimeoutError  # noqa: A004
-from dl_comm._text import runs_text
-from dl_comm._torch_variables import launched
+from dl_comm._base.errors import ArgumentError, CommError, RankFailedError, StateError, TimeoutError  # noqa: A004
+from dl_comm._base.text import runs_text
+from dl_comm._base.torch_variables import launched
 from dl_comm.run._files import CALL, REPORT, read, result_name, write
 from dl_comm.run._hosts import allocation
 from dl_comm.run._pickles import MainError, dumps
@@ -86,7 +86,7 @@ def run(
 
     Ctrl-C kills all ranks. Thread rule: any thread, several at a time; Ctrl-C reaches the main thread only.
     """
-    from dl_comm._checks import checked_int, seconds
+    from dl_comm._base.checks import checked_int, seconds
 
     _refuse_on_rank()
     count = checked_int("ranks", ranks, 1)

@@ -32,7 +32,7 @@ _ANSWER_DELAY_S = 2.0  # less than the ranks' limit for the answer
 _TOKEN_TIMEOUT_S = 5.0  # ranks send the token immediately
 _MAX_UNAUTHENTICATED = 256  # or a quarter of this process's descriptors
 _RETRY_S = 0.2
-# The errors of Python, TensorFlow and torch for a missed deadline (dl_comm._errors).
+# The errors of Python, TensorFlow and torch for a missed deadline (dl_comm._base.errors).
 _MISSED = re.compile(r"(?:TimeoutError|dl_comm error -5): .* was not complete after [\d.]+ s \(")
 _DUMP_INTERVAL_S = 2.0  # a stall is told by many ranks at about the same time
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

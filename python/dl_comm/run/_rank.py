@@ -14,8 +14,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from dl_comm._errors import PeerLostError, error_of
-from dl_comm._torch_variables import rank_of
+from dl_comm._base.errors import PeerLostError, error_of
+from dl_comm._base.torch_variables import rank_of
 from dl_comm.run import _function
 from dl_comm.run._files import CALL, read, result_name, write
 from dl_comm.run._pickles import dumps

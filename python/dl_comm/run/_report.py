@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dl_comm._text import runs_text
+from dl_comm._base.text import runs_text
 from dl_comm.run._listener import Rank
 
 _HINTS = {
@@ -25,7 +25,7 @@ _HINTS = {
 # faulthandler, whose text comes first, look different.
 _FRAME = re.compile(r'(?:\[rank\d+\]: )?  File ".*", line \d+(?:, in .*)?$')
 _TEXT = re.compile(r"\[rank\d+\]: \S|(?!\[rank\d+\]: )\S")
-# The errors of Python, TensorFlow and torch for a lost rank (dl_comm._errors): 'rank 3 on h', or in a group
+# The errors of Python, TensorFlow and torch for a lost rank (dl_comm._base.errors): 'rank 3 on h', or in a group
 # 'rank 1 (rank 3 on h of the job)'.
 _LOST = re.compile(r"(?:PeerLostError|dl_comm error -6): .*?\brank (?:\d+ \(rank )?(\d+)\b")
 

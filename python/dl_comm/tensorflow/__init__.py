@@ -17,15 +17,15 @@ ranks issue the same calls of a team; the core matches them by signature. Teams 
 
 from __future__ import annotations
 
-from dl_comm import _ranks
-from dl_comm._collectives import check_buffers_match
-from dl_comm._end import finalize
-from dl_comm._groups import Group
-from dl_comm._init import init
-from dl_comm._objects import all_gather_object, broadcast_object, gather_object
-from dl_comm._split import split
-from dl_comm._start import ensure_initialized, init_mpi
-from dl_comm._teams import config_team
+from dl_comm._api.averages import check_buffers_match
+from dl_comm._api.init import init
+from dl_comm._arrays.groups import Group
+from dl_comm._arrays.objects import all_gather_object, broadcast_object, gather_object
+from dl_comm._arrays.teams import config_team
+from dl_comm._job import ranks
+from dl_comm._job.end import finalize
+from dl_comm._job.start import ensure_initialized, init_mpi
+from dl_comm._levels.split import split
 from dl_comm.tensorflow import _derivatives  # noqa: F401 - registers the gradients
 from dl_comm.tensorflow._collectives import (
     all_gather,
@@ -89,19 +89,19 @@ def __dir__() -> list[str]:
 def rank() -> int:
     """Return the rank of this process, from 0; calls `dl_comm.init()` if needed."""
     ensure_initialized()
-    return _ranks.rank()
+    return ranks.rank()
 
 
 def size() -> int:
     """Return the number of processes; calls `dl_comm.init()` if needed."""
     ensure_initialized()
-    return _ranks.size()
+    return ranks.size()
 
 
 def local_rank() -> int:
     """Return the rank of this process among those of its host, from 0; calls `dl_comm.init()` if needed."""
     ensure_initialized()
-    return _ranks.local_rank()
+    return ranks.local_rank()
 
 
 get_rank = rank

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dl_comm._arguments import NO_FACTORS, arrays_of, one_array, operator_code
-from dl_comm._checks import checked_by_name, checked_flag, checked_ints, checked_name, checked_root, seconds
-from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import Group, given, is_routed
-from dl_comm._hierarchy import Levels, Step, run_steps
-from dl_comm._made import Variant
-from dl_comm._ops import barrier as barrier_now
-from dl_comm._table import (
+from dl_comm._arrays.arguments import NO_FACTORS, arrays_of, one_array, operator_code
+from dl_comm._arrays.collectives import barrier as barrier_now
+from dl_comm._arrays.groups import Group, given, is_routed
+from dl_comm._base.checks import checked_by_name, checked_flag, checked_ints, checked_name, checked_root, seconds
+from dl_comm._base.errors import ArgumentError, DTypeError
+from dl_comm._base.made import Variant
+from dl_comm._base.table import (
     AllGather,
     Allreduce,
     AllToAll,
@@ -33,6 +32,7 @@ from dl_comm._table import (
     ReduceScatter,
     Scatter,
 )
+from dl_comm._levels.hierarchy import Levels, Step, run_steps
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._ops import op_of
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from dl_comm._arguments import NO_FACTORS
-from dl_comm._table import (
+from dl_comm._arrays.arguments import NO_FACTORS
+from dl_comm._base.table import (
     OPERATORS,
     SCALED,
     AllGather,

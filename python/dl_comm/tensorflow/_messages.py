@@ -9,12 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from dl_comm._arguments import checked_rank, checked_tag
-from dl_comm._checks import checked_name, checked_root, seconds
-from dl_comm._groups import Group, given
-from dl_comm._made import Variant
-from dl_comm._table import Send
-from dl_comm._work import Status
+from dl_comm._arrays.arguments import checked_rank, checked_tag
+from dl_comm._arrays.groups import Group, given
+from dl_comm._arrays.work import Status
+from dl_comm._base.checks import checked_name, checked_root, seconds
+from dl_comm._base.made import Variant
+from dl_comm._base.table import Send
 from dl_comm.tensorflow import _ops
 from dl_comm.tensorflow._collectives import converted
 from dl_comm.tensorflow._ops import no_autograph, op_of

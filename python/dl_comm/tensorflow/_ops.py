@@ -27,20 +27,20 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import tensorflow as tf
 
-from dl_comm import _load
-from dl_comm._arguments import ADASUM, NO_FACTORS
-from dl_comm._buckets import bucket_bytes, split
-from dl_comm._checks import checked_by_name, checked_flag, checked_name, checked_root, refuse_masked, seconds
-from dl_comm._cuda import preload
-from dl_comm._errors import ArgumentError, DTypeError, StateError, noting_refusals, translate
-from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_routed, unless_world
-from dl_comm._groups import given as given_group
-from dl_comm._made import Variant, made
-from dl_comm._private_names import check
-from dl_comm._table import Allreduce, Barrier, Broadcast, Call, Reduce
-from dl_comm._tensor_names import Name, by_structure
-from dl_comm._tensor_names import labels as labels_of
-from dl_comm._towers import as_towers, in_towers, is_single
+from dl_comm._arrays.arguments import ADASUM, NO_FACTORS
+from dl_comm._arrays.groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_routed, unless_world
+from dl_comm._arrays.groups import given as given_group
+from dl_comm._arrays.tensor_names import Name, by_structure
+from dl_comm._arrays.tensor_names import labels as labels_of
+from dl_comm._arrays.towers import as_towers, in_towers, is_single
+from dl_comm._base.buckets import bucket_bytes, split
+from dl_comm._base.checks import checked_by_name, checked_flag, checked_name, checked_root, refuse_masked, seconds
+from dl_comm._base.cuda import preload
+from dl_comm._base.errors import ArgumentError, DTypeError, StateError, noting_refusals, translate
+from dl_comm._base.made import Variant, made
+from dl_comm._base.private_names import check
+from dl_comm._base.table import Allreduce, Barrier, Broadcast, Call, Reduce
+from dl_comm._libraries import load
 
 _AVERAGED = frozenset(
     (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64),
@@ -80,7 +80,7 @@ def library() -> Any:
     """
     path = _path()
     loaded = tf.load_op_library(path)
-    _load.check_one_core(path, _core_id_of(path))
+    load.check_one_core(path, _core_id_of(path))
     if _has_gpus():
         preload()
     return loaded
@@ -439,7 +439,7 @@ def _may_return_early(team: int, owner: int) -> bool:
 
 @functools.cache
 def _path() -> str:
-    return _load.ops_library("tensorflow")
+    return load.ops_library("tensorflow")
 
 
 def _core_id_of(path: str) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from dl_comm._errors import ArgumentError
-from dl_comm._groups import Group
-from dl_comm._teams import new_owner, start_averages
+from dl_comm._arrays.groups import Group
+from dl_comm._arrays.teams import new_owner, start_averages
+from dl_comm._base.errors import ArgumentError
 from dl_comm.tensorflow import _ops
 
 

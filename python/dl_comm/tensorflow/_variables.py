@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from dl_comm._groups import Group
-from dl_comm._start import ensure_initialized
+from dl_comm._arrays.groups import Group
+from dl_comm._job.start import ensure_initialized
 from dl_comm.tensorflow import _ops
 
 

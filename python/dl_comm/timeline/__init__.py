@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from dl_comm import _dl_comm
-from dl_comm._checks import checked_path
+from dl_comm._base.checks import checked_path
 
 __all__ = ["start", "stop"]
 

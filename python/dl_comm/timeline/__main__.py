@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dl_comm._text import time_text
+from dl_comm._base.text import time_text
 from dl_comm.timeline._files import BadInput, events, find
 from dl_comm.timeline._merge import merge
 from dl_comm.timeline._metrics import TraceMetrics

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from dl_comm._text import rate_text, size_text, time_text
+from dl_comm._base.text import rate_text, size_text, time_text
 from dl_comm.timeline._recent import Row
 
 _WIDE, _HIGH = 400, 190

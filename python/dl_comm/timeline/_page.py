@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from dl_comm._text import size_text, time_text
+from dl_comm._base.text import size_text, time_text
 from dl_comm.timeline import _charts
 from dl_comm.timeline._recent import Row
 from dl_comm.timeline._report import exposed_text

@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from dl_comm._text import time_text
+from dl_comm._base.text import time_text
 from dl_comm.timeline._metrics import OTHERS, TeamMetrics, TraceMetrics
 
 _MOST_BINS = 100

@@ -12,17 +12,17 @@ Importing this module loads torch and its op library. It builds the library firs
 
 from __future__ import annotations
 
-from dl_comm._collectives import check_buffers_match
-from dl_comm._end import finalize
-from dl_comm._groups import Group
-from dl_comm._init import init
-from dl_comm._objects import all_gather_object, gather_object
-from dl_comm._ops import barrier
-from dl_comm._ranks import get_localrank, get_nranks, get_rank, local_rank, rank, size
-from dl_comm._split import split
-from dl_comm._start import init_mpi
-from dl_comm._teams import config_team
-from dl_comm._work import Status
+from dl_comm._api.averages import check_buffers_match
+from dl_comm._api.init import init
+from dl_comm._arrays.collectives import barrier
+from dl_comm._arrays.groups import Group
+from dl_comm._arrays.objects import all_gather_object, gather_object
+from dl_comm._arrays.teams import config_team
+from dl_comm._arrays.work import Status
+from dl_comm._job.end import finalize
+from dl_comm._job.ranks import get_localrank, get_nranks, get_rank, local_rank, rank, size
+from dl_comm._job.start import init_mpi
+from dl_comm._levels.split import split
 from dl_comm.torch import nn
 from dl_comm.torch._asynchronous import EASGD, Downpour
 from dl_comm.torch._batch_norm import SyncBatchNorm

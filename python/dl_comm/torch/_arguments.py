@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dl_comm import _groups, _job
-from dl_comm._checks import checked_by_name, checked_ints, checked_name, refuse_masked, refuse_missing, seconds
-from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import Group
+from dl_comm._arrays import groups
+from dl_comm._arrays.groups import Group
+from dl_comm._base.checks import checked_by_name, checked_ints, checked_name, refuse_masked, refuse_missing, seconds
+from dl_comm._base.errors import ArgumentError, DTypeError
+from dl_comm._job import state
 from dl_comm.torch import _ops
 
 
@@ -101,14 +102,14 @@ def place(group: Group | None, collective: int = 0, x: Any = None, async_op: boo
     For the selector: `collective` is its code in dl_comm.h, 0 for a message, and `x` its tensors.
     """
     if group is None:
-        if _groups.is_routed():
-            found: tuple[int, int, int] = _routed(_groups.route_changes, collective, device_of(x), async_op)
+        if groups.is_routed():
+            found: tuple[int, int, int] = _routed(groups.route_changes, collective, device_of(x), async_op)
             return found
-        group = _job.current.world
+        group = state.current.world
         if group is None:
             if torch.compiler.is_compiling():
                 return 0, *_ops.group(0)
-            group = _groups.world()
+            group = groups.world()
         return 0, group.rank, group.size
     if not isinstance(group, Group):
         raise ArgumentError(f"invalid group: {group!r} (expected a dl_comm.Group, or None for all ranks)")
@@ -134,7 +135,7 @@ def device_of(x: Any) -> str:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _routed(changes: int, collective: int, device: str, async_op: bool) -> tuple[int, int, int]:
     """Return what `place` returns for the group that the selector chooses. `changes` is for the compiler."""
-    group = _groups.given(None, collective, device=device, async_op=async_op)
+    group = groups.given(None, collective, device=device, async_op=async_op)
     return group.number, group.rank, group.size
 
 
@@ -147,7 +148,7 @@ def call_name(name: str | None) -> str:
 
 
 def matching(common: tuple[Any, ...]) -> tuple[str, float, bool]:
-    """Return name, deadline and `by_name` of a call as the ops take them. `common`: as `_made` passes it."""
+    """Return name, deadline and `by_name` of a call as the ops take them. `common`: as `made` passes it."""
     name, timeout, by_name = common[1], common[2], common[-1]
     return call_name(name), seconds(timeout), checked_by_name(by_name, name)
 

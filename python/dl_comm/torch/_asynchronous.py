@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dl_comm._checks import checked_float, checked_int
-from dl_comm._errors import ArgumentError, StateError
-from dl_comm._groups import Group, given
-from dl_comm._ops import all_gather
-from dl_comm._server import Server
-from dl_comm._work import Work
+from dl_comm._arrays.collectives import all_gather
+from dl_comm._arrays.groups import Group, given
+from dl_comm._arrays.server import Server
+from dl_comm._arrays.work import Work
+from dl_comm._base.checks import checked_float, checked_int
+from dl_comm._base.errors import ArgumentError, StateError
 from dl_comm.torch._functions import broadcast
 from dl_comm.torch._optimizer import AveragingOptimizer
 from dl_comm.torch._server import TensorKind

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dl_comm._errors import ArgumentError
+from dl_comm._base.errors import ArgumentError
 from dl_comm.torch._ops import call, traced_as
 from dl_comm.torch._ops import ops as _ops
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from dl_comm._errors import CommError
+from dl_comm._base.errors import CommError
 
 try:
     _queue_callback = torch.autograd.Variable._execution_engine.queue_callback

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dl_comm._errors import ArgumentError
-from dl_comm._groups import Group
+from dl_comm._arrays.groups import Group
+from dl_comm._base.errors import ArgumentError
 from dl_comm.torch._arguments import KeptGroup, place
 from dl_comm.torch._collectives import sum_at
 

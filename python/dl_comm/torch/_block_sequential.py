@@ -21,12 +21,12 @@ from typing import Any, Literal, cast
 
 import torch
 
-from dl_comm import _groups
-from dl_comm._checks import checked_flag, checked_int
-from dl_comm._errors import ArgumentError, DTypeError, StateError
-from dl_comm._groups import Group, given
-from dl_comm._ranks import local_size
-from dl_comm._start import ensure_initialized
+from dl_comm._arrays import groups
+from dl_comm._arrays.groups import Group, given
+from dl_comm._base.checks import checked_flag, checked_int
+from dl_comm._base.errors import ArgumentError, DTypeError, StateError
+from dl_comm._job.ranks import local_size
+from dl_comm._job.start import ensure_initialized
 from dl_comm.torch import _backward
 from dl_comm.torch._arguments import KeptGroup, refuse_lazy
 from dl_comm.torch._bucket_plan import Named
@@ -307,7 +307,7 @@ class _Averager:
         self.local = False
         self._next = -1  # the block to start next; they start from the last
         self._pass_end: Any = None  # weak reference to the end of the current backward pass; None outside of one
-        self._joins = _groups.joins  # joins of the ranks, after which the parameters were equal
+        self._joins = groups.joins  # joins of the ranks, after which the parameters were equal
         hooks: list[Any] = []
         this = weakref.ref(self)
         for b, block in enumerate(self.blocks):
@@ -413,7 +413,7 @@ class _Averager:
     def parameters_broadcast(self, places: Container[int]) -> None:
         """After a `join`: go on, if the tensors at these addresses, now equal on all ranks, are the parameters."""
         if all(place in places for block in self.blocks for place in block.places):
-            self._joins = _groups.joins
+            self._joins = groups.joins
 
     def _in_pass(self) -> bool:
         return self._pass_end is not None and self._pass_end() is not None
@@ -426,7 +426,7 @@ class _Averager:
             )
 
     def _begin(self) -> None:
-        if self._joins != _groups.joins and self._ranks.group is None:
+        if self._joins != groups.joins and self._ranks.group is None:
             raise StateError(
                 "the ranks have joined, and may have made different numbers of steps: make their parameters equal with "
                 "broadcast_parameters(model, last), where last = dl_comm.join()"

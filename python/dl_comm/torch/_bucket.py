@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dl_comm._errors import StateError
-from dl_comm._ranks import get_nranks
-from dl_comm._tensor_names import labels
+from dl_comm._arrays.tensor_names import labels
+from dl_comm._base.errors import StateError
+from dl_comm._job.ranks import get_nranks
 from dl_comm.torch import _ops
 from dl_comm.torch._bucket_plan import Named
 from dl_comm.torch._gradient import Gradient, existing_shared_grad, move

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dl_comm._buckets import split
-from dl_comm._ranks import get_nranks, get_rank
+from dl_comm._base.buckets import split
+from dl_comm._job.ranks import get_nranks, get_rank
 from dl_comm.torch import _ops
 
 Named = Sequence[tuple[str, torch.Tensor]]

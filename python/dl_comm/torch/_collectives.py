@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dl_comm import _groups, _job
-from dl_comm._checks import checked_flag, checked_float, seconds
-from dl_comm._errors import ArgumentError
-from dl_comm._groups import Group
-from dl_comm._made import Variant, made
-from dl_comm._table import AllGather, Allreduce, AllToAll, Broadcast, Call, Gather, Reduce, ReduceScatter, Scatter
+from dl_comm._arrays import groups
+from dl_comm._arrays.groups import Group
+from dl_comm._base.checks import checked_flag, checked_float, seconds
+from dl_comm._base.errors import ArgumentError
+from dl_comm._base.made import Variant, made
+from dl_comm._base.table import AllGather, Allreduce, AllToAll, Broadcast, Call, Gather, Reduce, ReduceScatter, Scatter
+from dl_comm._job import state
 from dl_comm.torch import _autograd as _autograd
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import (
@@ -70,7 +71,7 @@ _GATHER = _TORCH._replace(returns=Gather.returns + _ON_ROOT)
 @made(Allreduce, _TORCH)
 def allreduce(x: Any, op: str, prescale: float, postscale: float, common: tuple[Any, ...]) -> Any:
     group, name, timeout, out, async_op, by_name = common
-    world = _job.current.world if group is None and not _groups.is_routed() else None
+    world = state.current.world if group is None and not groups.is_routed() else None
     is_plain = (
         type(x) is torch.Tensor and (out is None or out is x) and name is None and timeout is None and not by_name
     )
@@ -84,7 +85,7 @@ def allreduce(x: Any, op: str, prescale: float, postscale: float, common: tuple[
         torch.autograd.graph.increment_version(x)
         return x
     factors = (checked_float("prescale", prescale), checked_float("postscale", postscale))
-    if group is None and _groups.is_routed() and async_op is False and not by_name:
+    if group is None and groups.is_routed() and async_op is False and not by_name:
         tensors, wrap = tensors_of(x)
         steps = steps_of(tensors, operator_name(op), *factors)
         if steps is not None:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from dl_comm._checks import checked_flag, checked_int
-from dl_comm._errors import ArgumentError, DTypeError
-from dl_comm._groups import Group, given, unless_world, world
-from dl_comm._objects import all_gather_object
-from dl_comm._start import ensure_initialized
+from dl_comm._arrays.groups import Group, given, unless_world, world
+from dl_comm._arrays.objects import all_gather_object
+from dl_comm._base.checks import checked_flag, checked_int
+from dl_comm._base.errors import ArgumentError, DTypeError
+from dl_comm._job.start import ensure_initialized
 from dl_comm.torch._asynchronous import AsynchronousOptimizer
 from dl_comm.torch._collectives import allreduce
 from dl_comm.torch._functions import average as mean_over_ranks

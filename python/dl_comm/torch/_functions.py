@@ -13,20 +13,20 @@ from typing import Any, overload
 
 import torch
 
-from dl_comm._agreement import failing_together
-from dl_comm._arguments import checked_rank
-from dl_comm._checks import checked_flag, checked_name, checked_root, refuse_masked, seconds
-from dl_comm._errors import ArgumentError, DTypeError, noting_refusals
-from dl_comm._groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_of_all, unless_world, world
-from dl_comm._groups import given as given_group
-from dl_comm._made import Variant, made
-from dl_comm._objects import all_gather_object, object_of_root
-from dl_comm._objects import broadcast_object as broadcast_any_object
-from dl_comm._start import ensure_initialized
-from dl_comm._table import Broadcast
-from dl_comm._tensor_names import Name, agreed_order, by_name, labels
-from dl_comm._towers import as_towers, in_towers, is_single
-from dl_comm._types import Object
+from dl_comm._arrays.agreement import failing_together
+from dl_comm._arrays.arguments import checked_rank
+from dl_comm._arrays.groups import CONTROL_TEAM, Group, averaging_team, checked_place, is_of_all, unless_world, world
+from dl_comm._arrays.groups import given as given_group
+from dl_comm._arrays.objects import all_gather_object, object_of_root
+from dl_comm._arrays.objects import broadcast_object as broadcast_any_object
+from dl_comm._arrays.tensor_names import Name, agreed_order, by_name, labels
+from dl_comm._arrays.towers import as_towers, in_towers, is_single
+from dl_comm._base.array_types import Object
+from dl_comm._base.checks import checked_flag, checked_name, checked_root, refuse_masked, seconds
+from dl_comm._base.errors import ArgumentError, DTypeError, noting_refusals
+from dl_comm._base.made import Variant, made
+from dl_comm._base.table import Broadcast
+from dl_comm._job.start import ensure_initialized
 from dl_comm.torch import _collectives, _ops
 from dl_comm.torch._arguments import matching, refuse_lazy, tensors_of
 from dl_comm.torch._gradient import contiguous_copy, overlaps

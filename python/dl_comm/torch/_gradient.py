@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from dl_comm._errors import ArgumentError, StateError
+from dl_comm._base.errors import ArgumentError, StateError
 from dl_comm.torch._second import differentiable_mean
 
 # Private to torch. Without it every gradient is copied.

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from dl_comm import _groups
-from dl_comm._arguments import operator_code
-from dl_comm._errors import ArgumentError
-from dl_comm._hierarchy import Levels
-from dl_comm._table import OPERATORS, SCALED, Allreduce, Broadcast, Reduce
+from dl_comm._arrays import groups
+from dl_comm._arrays.arguments import operator_code
+from dl_comm._base.errors import ArgumentError
+from dl_comm._base.table import OPERATORS, SCALED, Allreduce, Broadcast, Reduce
+from dl_comm._levels.hierarchy import Levels
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import HALVES, device_of, refuse_gradients, tensors_of
 from dl_comm.torch._autograd import spread
@@ -33,9 +33,7 @@ def steps_of(tensors: list[torch.Tensor], op: str, prescale: float, postscale: f
         ArgumentError: The operation does not go through several levels.
     """
     integers = any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors)
-    found: tuple[Step, ...] | None = _steps(
-        _groups.route_changes, device_of(tensors), integers, op, prescale, postscale
-    )
+    found: tuple[Step, ...] | None = _steps(groups.route_changes, device_of(tensors), integers, op, prescale, postscale)
     return found
 
 
@@ -44,7 +42,7 @@ def _steps(
     changes: int, device: str, integers: bool, op: str, prescale: float, postscale: float
 ) -> tuple[Step, ...] | None:
     """Return plain values for the compiler, and `changes` is for it too."""
-    levels = _groups.given(None, _ALLREDUCE, device=device)
+    levels = groups.given(None, _ALLREDUCE, device=device)
     if not isinstance(levels, Levels):
         return None
     operator, factors = operator_code(op, prescale, postscale)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from dl_comm._checks import checked_flag, seconds
-from dl_comm._errors import ArgumentError
-from dl_comm._made import Variant, made
-from dl_comm._table import Recv, Send, SendRecv
-from dl_comm._work import Status
+from dl_comm._arrays.work import Status
+from dl_comm._base.checks import checked_flag, seconds
+from dl_comm._base.errors import ArgumentError
+from dl_comm._base.made import Variant, made
+from dl_comm._base.table import Recv, Send, SendRecv
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import call_name, carried, checked_rank, checked_tag, place, refuse_gradients, tensors_of
 from dl_comm.torch._work import Handle, Work

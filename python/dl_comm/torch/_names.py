@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dl_comm._errors import CommError
-from dl_comm._groups import Group
-from dl_comm._tensor_names import Name, agreed_order, relative
+from dl_comm._arrays.groups import Group
+from dl_comm._arrays.tensor_names import Name, agreed_order, relative
+from dl_comm._base.errors import CommError
 from dl_comm.torch._arguments import refuse_lazy
 from dl_comm.torch._bucket_plan import Named
 

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from dl_comm import _cuda, _load
-from dl_comm._errors import ArgumentError, DTypeError, StateError, translate
+from dl_comm._base import cuda
+from dl_comm._base.errors import ArgumentError, DTypeError, StateError, translate
+from dl_comm._libraries import load
 
-_path = _load.ops_library("torch")
+_path = load.ops_library("torch")
 torch.ops.load_library(_path)  # type: ignore[no-untyped-call]
 ops = _ops = torch.ops.dl_comm
-_load.check_one_core(_path, _ops.core_id())
+load.check_one_core(_path, _ops.core_id())
 
 
 def _set_cuda_stream_source() -> None:
@@ -30,7 +31,7 @@ def _set_cuda_stream_source() -> None:
     library = Path(_path).with_name("libdl_comm_torch_cuda.so")
     if torch.version.cuda is None or not library.exists():
         return
-    _cuda.preload()
+    cuda.preload()
     function = ctypes.CDLL(str(library)).dl_comm_current_stream
     _ops.set_stream_source(ctypes.cast(function, ctypes.c_void_p).value)
 

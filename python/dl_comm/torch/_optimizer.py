@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import torch
 
-from dl_comm import _job
-from dl_comm._buckets import bucket_bytes
-from dl_comm._checks import checked_int, checked_team
-from dl_comm._errors import ArgumentError, CommError, DTypeError, StateError
-from dl_comm._groups import Group, averaging_team, given, unless_world
-from dl_comm._private_names import check
-from dl_comm._teams import start_team
+from dl_comm._arrays.groups import Group, averaging_team, given, unless_world
+from dl_comm._arrays.teams import start_team
+from dl_comm._base.buckets import bucket_bytes
+from dl_comm._base.checks import checked_int, checked_team
+from dl_comm._base.errors import ArgumentError, CommError, DTypeError, StateError
+from dl_comm._base.private_names import check
+from dl_comm._job import state
 from dl_comm.torch import _functions, _ops
 from dl_comm.torch._bucket_plan import Named
 from dl_comm.torch._names import ParameterNames, keep_names
@@ -220,7 +220,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
         number = _num_of_group.get(given(group), 0)
         chosen = averaging_team(group, 0)
     else:
-        number = _job.current.optimizers
+        number = state.current.optimizers
         chosen = number % AUTOMATIC_TEAMS if team is None else team
     # The number distinguishes optimizers on one team, and detects ranks that created different optimizers.
     call_name = f"{type(optimizer).__name__}.{number}"
@@ -238,7 +238,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     names.find(optimizer)
     reducer.check_unowned()
     if group is None:
-        _job.current.optimizers = number + 1
+        state.current.optimizers = number + 1
         start_team(chosen, nteam, nthread_per_team, nstep, warmup, verb, freq)
     else:
         _num_of_group[group] = number + 1

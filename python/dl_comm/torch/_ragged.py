@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from dl_comm import _ops as _arrays
-from dl_comm import _work
-from dl_comm._checks import checked_flag, seconds
-from dl_comm._errors import ArgumentError
-from dl_comm._table import AllGather, AllToAll, Call
+from dl_comm._arrays import collectives
+from dl_comm._arrays.work import Work
+from dl_comm._base.checks import checked_flag, seconds
+from dl_comm._base.errors import ArgumentError
+from dl_comm._base.table import AllGather, AllToAll, Call
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import call_name, carried, first, item, place, refuse_gradients, tensors_of
 from dl_comm.torch._autograd import gradient_of
 
-_RUN: dict[type[Call], Callable[..., Any]] = {AllGather: _arrays.all_gather, AllToAll: _arrays.all_to_all}
+_RUN: dict[type[Call], Callable[..., Any]] = {AllGather: collectives.all_gather, AllToAll: collectives.all_to_all}
 
 
 def run_unknown(kind: type[Call], x: Any, sent: Any, return_counts: bool, common: tuple[Any, ...]) -> Any:
@@ -48,7 +48,7 @@ def run_unknown(kind: type[Call], x: Any, sent: Any, return_counts: bool, common
         return as_tensors(_RUN[kind](arrays, **own, **options))
 
     if async_op:
-        work: _work.Work[Any] = _RUN[kind](arrays, **own, **options)
+        work: Work[Any] = _RUN[kind](arrays, **own, **options)
         return work.map(lambda found: returned(*as_tensors(found)))
     if not _ops.learns(tensors):
         return returned(*run())

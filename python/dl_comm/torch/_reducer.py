@@ -25,11 +25,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dl_comm import _groups
-from dl_comm._errors import ArgumentError, StateError
-from dl_comm._groups import Group
-from dl_comm._ranks import local_size
-from dl_comm._teams import new_owner
+from dl_comm._arrays import groups
+from dl_comm._arrays.groups import Group
+from dl_comm._arrays.teams import new_owner
+from dl_comm._base.errors import ArgumentError, StateError
+from dl_comm._job.ranks import local_size
 from dl_comm.torch import _backward, _ops
 from dl_comm.torch._bucket import Bucket, CarriedMeans
 from dl_comm.torch._bucket_plan import BucketPlan, Named, group_by_device
@@ -68,7 +68,7 @@ class Reducer:
     ) -> None:
         """Average on `team` after `passes` backward passes; `name` must be the same on all ranks.
 
-        `team` may stand for a group, see `_groups.averaging_team`.
+        `team` may stand for a group, see `groups.averaging_team`.
         `parameters` returns the current parameters: those to average, and the frozen ones, which get no gradients.
         `bucket_bytes`: None finds a size by trials. `as_views`: store gradients in memory that the ranks of a host
         share.
@@ -78,7 +78,7 @@ class Reducer:
         self.in_round = False  # backward has produced gradients since the last round ended
         self.skip = False  # the next step uses the gradients as they are
         self.steps = 0  # steps with averaged gradients
-        self._joins = _groups.joins  # joins of the ranks, after which the parameters were equal
+        self._joins = groups.joins  # joins of the ranks, after which the parameters were equal
         self.parameters = parameters
         self.broadcasts = True  # broadcast parameters that are added later
         self.names: ParameterNames  # of `parameters`
@@ -158,9 +158,9 @@ class Reducer:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def parameters_broadcast(self, places: Container[int]) -> None:
         """After a `join`: start over if the tensors at these addresses, now equal on all ranks, are its parameters."""
-        if self._joins == _groups.joins or not all(p.data_ptr() in places for _, p in self._planned):
+        if self._joins == groups.joins or not all(p.data_ptr() in places for _, p in self._planned):
             return
-        self._joins, self.steps = _groups.joins, 0
+        self._joins, self.steps = groups.joins, 0
         self._reset()
         self._bucket_plan.restart()
         self._build_buckets(self._planned, self._frozen)
@@ -331,7 +331,7 @@ class Reducer:
         self._pass_end = _backward.join(self)
 
     def _start(self, bucket: Bucket) -> None:
-        if self._joins != _groups.joins:
+        if self._joins != groups.joins:
             raise StateError(
                 "the ranks have joined, and may have made different numbers of steps: make their parameters equal with "
                 "broadcast_parameters(model, last), where last = dl_comm.join()"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dl_comm._groups import world
+from dl_comm._arrays.groups import world
 from dl_comm.torch import _backward
 from dl_comm.torch._collectives import allreduce
 

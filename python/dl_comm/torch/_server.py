@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dl_comm._errors import ArgumentError, DTypeError
+from dl_comm._base.errors import ArgumentError, DTypeError
 from dl_comm.torch._arguments import HALVES, tensors_of
 
 _CODES = {

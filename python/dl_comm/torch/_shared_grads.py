@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dl_comm._errors import CommError, StateError
-from dl_comm._memory import shared_zeros
+from dl_comm._arrays.memory import shared_zeros
+from dl_comm._base.errors import CommError, StateError
 from dl_comm.torch._gradient import has_sole_reference
 
 # Tensors start at cache lines: no two ranks write to the same line.

@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from dl_comm._checks import checked_flag, checked_int
-from dl_comm._errors import ArgumentError, DTypeError, StateError
-from dl_comm._groups import Group, given, world
-from dl_comm._objects import broadcast_object
-from dl_comm._start import ensure_initialized
+from dl_comm._arrays.groups import Group, given, world
+from dl_comm._arrays.objects import broadcast_object
+from dl_comm._base.checks import checked_flag, checked_int
+from dl_comm._base.errors import ArgumentError, DTypeError, StateError
+from dl_comm._job.start import ensure_initialized
 from dl_comm.torch._arguments import KeptGroup
 from dl_comm.torch._collectives import all_gather, allreduce
 

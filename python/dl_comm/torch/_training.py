@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from dl_comm._checkpoint import read_on_rank0, write_on_rank0
-from dl_comm._errors import ArgumentError
-from dl_comm._groups import Group
-from dl_comm._start import ensure_initialized
+from dl_comm._arrays.checkpoint import read_on_rank0, write_on_rank0
+from dl_comm._arrays.groups import Group
+from dl_comm._base.errors import ArgumentError
+from dl_comm._job.start import ensure_initialized
 from dl_comm.training import Schedule
 
 

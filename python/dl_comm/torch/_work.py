@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, cast
 
-from dl_comm import _work
-from dl_comm._errors import TimeoutError as CallTimeoutError
+from dl_comm._arrays import work as arrays_work
+from dl_comm._base.errors import TimeoutError as CallTimeoutError
 from dl_comm.torch import _ops
 
 _TEST, _WAIT_FOR, _STATUS, _DETACH = (
@@ -46,15 +46,15 @@ class Handle:
             _DETACH(self._number)
 
 
-class Work(_work.Work[_work.Result]):
+class Work(arrays_work.Work[arrays_work.Result]):
     """A started call on torch tensors, as `dl_comm.Work`.
 
     On a GPU, `wait` orders torch's current stream after the call; `await` that of the loop's thread.
     """
 
-    def __init__(self, number: int, result: Callable[[Handle], _work.Result]) -> None:
+    def __init__(self, number: int, result: Callable[[Handle], arrays_work.Result]) -> None:
         super().__init__(cast(Any, Handle(number)), cast(Any, result))
 
-    def __await__(self) -> Generator[Any, None, _work.Result]:
+    def __await__(self) -> Generator[Any, None, arrays_work.Result]:
         yield from asyncio.get_running_loop().run_in_executor(None, self._handle.wait, 0.0).__await__()
         return self.wait()

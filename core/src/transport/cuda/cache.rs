@@ -1,6 +1,6 @@
 //! Cache of compiled kernels on disk, shared by processes.
 //!
-//! The folder `DL_COMM_CACHE`, where python/dl_comm/_build.py keeps its builds too, has a folder `kernels` that only
+//! The folder `DL_COMM_CACHE`, where python/dl_comm/_libraries/build.py keeps its builds too, has a folder `kernels` that only
 //! this user can write. It has one file for each compiled image: the image's hash, and the image.
 //! No function returns an error: a missing or damaged file is a miss, and a failed write is ignored.
 //! Thread rule: any thread. If several processes write one file, one of their versions remains.
@@ -52,7 +52,7 @@ pub fn name<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     format!("{:032x}", hash.digest128())
 }
 
-/// `DL_COMM_CACHE`, else `dl_comm` in the user's cache folder, as in python/dl_comm/_build.py.
+/// `DL_COMM_CACHE`, else `dl_comm` in the user's cache folder, as in python/dl_comm/_libraries/build.py.
 fn cache_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     set("DL_COMM_CACHE").or_else(|| {

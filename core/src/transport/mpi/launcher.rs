@@ -134,7 +134,7 @@ pub fn torchrun_position(lookup: impl Fn(&str) -> Option<String>) -> Option<(usi
     Some((number("RANK")?, number("WORLD_SIZE")?))
 }
 
-/// The values of torchrun's variables, in the order of `_torchrun.py`; empty texts elsewhere.
+/// The values of torchrun's variables, in the order of `python/dl_comm/_job/torchrun.py`; empty texts elsewhere.
 pub fn torchrun_identity(lookup: impl Fn(&str) -> Option<String>) -> Vec<String> {
     let names = ["TORCHELASTIC_RUN_ID"].into_iter().chain(TORCHRUN_IDENTITY);
     names.map(|name| lookup(name).unwrap_or_default()).collect()

@@ -1,0 +1,1 @@
+"""Groups, collectives, messages and objects on NumPy and GPU arrays; what every binding shares."""

@@ -1,0 +1,1 @@
+"""Groups that are made by collectives: splits, grids, communicators, the selector."""

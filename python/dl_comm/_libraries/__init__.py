@@ -1,0 +1,1 @@
+"""The op libraries of frameworks: found, built, loaded."""
