@@ -30,11 +30,19 @@ building=
 trap '[ -z "$building" ] || kill -- "-$building" 2>/dev/null || true; rm -rf "$wheels"' EXIT
 trap 'exit 130' INT TERM
 pip() { "$venv/bin/python" -m pip "$@" --disable-pip-version-check; }
+# A broken download ends pip, which does not go on with it.
+twice() {
+  "$@" && return
+  echo "dl_comm: trying again: $*" >&2
+  sleep 5
+  "$@"
+}
+install() { twice pip install --no-compile "$@"; }
 
 # The core builds while pip downloads the frameworks, whose versions it checks afterwards. The build ignores Ctrl-C, as all that
 # runs in the background: it gets a process group, which is killed.
 set -m
-pip wheel -q --no-deps -w "$wheels" . >"$wheels/log" 2>&1 &
+twice pip wheel -q --no-deps -w "$wheels" . >"$wheels/log" 2>&1 &
 building=$! since=$SECONDS
 set +m
 frameworks=()
@@ -51,7 +59,7 @@ if [[ " $* " == *" torch "* ]] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null &&
   [ -z "$cpu" ] || frameworks=("${frameworks[@]/%torch/torch==$cpu}")
 fi
 # Most modules are never imported: Python compiles those that are, the first time.
-[ ${#frameworks[@]} -eq 0 ] || pip install --no-compile "${frameworks[@]}"
+[ ${#frameworks[@]} -eq 0 ] || install "${frameworks[@]}"
 while kill -0 "$building" 2>/dev/null; do
   [ $(((SECONDS - since) % 10)) -ne 0 ] || echo "dl_comm: building the core, $((SECONDS - since)) s"
   sleep 1
@@ -59,5 +67,5 @@ done
 wait "$building" || { cat "$wheels/log" >&2 && lacks "the core could not be built"; }
 # The wheel of another state of this checkout has the same version.
 pip install -q --no-deps --force-reinstall "$wheels"/dl_comm-*.whl
-pip install --no-compile "$(echo "$wheels"/dl_comm-*.whl)${extras:+[$extras]}"
-case " $* " in *" test "* | *" tf1 "*) pip install --no-deps "tf_keras>=2.16" ;; esac
+install "$(echo "$wheels"/dl_comm-*.whl)${extras:+[$extras]}"
+case " $* " in *" test "* | *" tf1 "*) install --no-deps "tf_keras>=2.16" ;; esac

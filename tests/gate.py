@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "build/gate"
 SLOWEST = 10
 PROGRESS_S = 60
+TAIL = 15
 _GATE = "DL_COMM_TEST_GATE"
 
 
@@ -146,6 +147,16 @@ def table(results: Iterable[Result]) -> list[str]:
     return lines
 
 
+def ends(results: Iterable[Result]) -> list[str]:
+    """The last lines of the failed stages: many viewers of a log show only its end."""
+    lines = []
+    for result in results:
+        if result.outcome == "FAILED":
+            log = (LOGS / f"{result.stage.name}.log").read_text(errors="replace").splitlines()
+            lines += ["", f"The end of {result.stage.name}:", *log[-TAIL:]]
+    return lines
+
+
 def chosen(arguments: argparse.Namespace) -> list[Stage]:
     """The stages to run."""
     if arguments.fast:
@@ -173,7 +184,7 @@ def main() -> int:
     results = run_all(stages, max(2, os.cpu_count() or 2))
     lines = table(results)
     (LOGS / "table.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(["", *lines, ""]))
+    print("\n".join(["", *lines, *ends(results), ""]))
     bad = [result.stage.name for result in results if result.outcome != "passed"]
     seconds = time.monotonic() - since
     print(f"{f'FAILED: {chr(44).join(bad)}' if bad else 'all passed'}, {seconds / 60:.1f} minutes")

@@ -164,6 +164,25 @@ def test_setup_shows_why_the_core_is_not_built(tmp_path: Path) -> None:
     assert finished.output.endswith("no compiler\ndl_comm: the core could not be built\n"), finished.output
 
 
+def test_setup_tries_a_broken_download_again(tmp_path: Path) -> None:
+    """Each command of the test's pip fails the first time."""
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f"""#!/bin/sh
+once() {{ [ -e "{tmp_path}/$1" ] || ! touch "{tmp_path}/$1"; }}
+case "$*" in
+  *"pip wheel"*) once built && while [ "$1" != -w ]; do shift; done && touch "$2/dl_comm-0-any.whl" ;;
+  *"pip install --no-compile"*) once installed ;;
+esac
+"""
+    )
+    python.chmod(0o755)
+    finished = run([str(ROOT / "examples/setup.sh"), "examples"], 60, {"DL_COMM_VENV": str(python.parent.parent)})
+    assert finished.returncode == 0, finished.output
+    assert re.search("^dl_comm: trying again: pip install .*-0-any.whl", finished.output, re.MULTILINE)
+
+
 def test_the_build_ends_with_the_setup(tmp_path: Path) -> None:
     """The test's build takes a minute, in a child process."""
     python, started = tmp_path / "venv/bin/python", tmp_path / "started"
