@@ -70,7 +70,7 @@ assert set(child(ask)) == {f"{rank} of {mc.size()}\\n"}
 assert set(child(ask, DL_COMM_ALONE="1")) == {"0 of 1\\n"}
 barrier = "import dl_comm as mc; mc.barrier()"
 done = subprocess.run([sys.executable, "-c", barrier], capture_output=True, text=True)
-words = f"dl_comm._base.errors.StateError: this process is a helper of rank {rank} (pid {os.getpid()})"
+words = f"dl_comm.StateError: this process is a helper of rank {rank} (pid {os.getpid()})"
 assert done.stderr.splitlines()[-1].startswith(words), done.stderr
 """
 

@@ -196,7 +196,7 @@ def judged(*ranks: Rank, code: int = 1, asked: int | None = None) -> tuple[int, 
 
 
 def test_a_lost_rank_sorts_before_ranks_that_report_it() -> None:
-    lost = {"status": 1, "tail": ["dl_comm._base.errors.PeerLostError: rank 2 (pid 9 on h) has ended"]}
+    lost = {"status": 1, "tail": ["dl_comm.PeerLostError: rank 2 (pid 9 on h) has ended"]}
     slow = ended(2, 2, killed=True, tail=["KeyError: 'x'"])
     status, text = judged(ended(0, 0, **lost), ended(1, 1, **lost), slow)
     assert status == 1
@@ -206,7 +206,7 @@ def test_a_lost_rank_sorts_before_ranks_that_report_it() -> None:
 
 
 def test_a_lost_rank_of_a_group_is_the_one_of_the_job() -> None:
-    text = "dl_comm._base.errors.PeerLostError: rank 1 (rank 2 on h of the job) (pid 9) has ended: killed by signal 9"
+    text = "dl_comm.PeerLostError: rank 1 (rank 2 on h of the job) (pid 9) has ended: killed by signal 9"
     _, text = judged(ended(1, 0, status=1, tail=[text]), ended(2, 1, signal=9))
     assert text.startswith("rank 2 on h failed first")
 
@@ -223,7 +223,7 @@ def test_a_traceback_is_not_repeated() -> None:
 @pytest.mark.parametrize("limit", ["DL_COMM_TIMEOUT_S", "the timeout of its group", "the timeout of this call"])
 def test_every_missed_deadline_is_known(limit: str) -> None:
     text = f"allreduce 'x' was not complete after 8.0 s ({limit}); still waiting for rank 1 on vm"
-    for error in ("dl_comm._base.errors.TimeoutError", "[rank0]: torch.distributed.DistBackendError: dl_comm error -5"):
+    for error in ("dl_comm.TimeoutError", "[rank0]: torch.distributed.DistBackendError: dl_comm error -5"):
         assert missed_deadline(ended(0, 0, status=1, tail=["Traceback", f"{error}: {text}"])), error
     assert not missed_deadline(ended(0, 0, status=1, tail=["TimeoutError: no answer after 8.0 s"]))
 

@@ -62,6 +62,11 @@ class RankFailedError(CommError):
     signal: int | None = None
 
 
+# As users import them; tracebacks and pickles have these names.
+for _kind in (CommError, ArgumentError, DTypeError, StateError, MismatchError, TimeoutError, PeerLostError):
+    _kind.__module__ = "dl_comm"
+RankFailedError.__module__ = "dl_comm"
+
 _BY_CODE: dict[int, type[CommError]] = {
     -1: ArgumentError,
     -2: DTypeError,
