@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -176,6 +177,8 @@ def main() -> int:
     )
     parser.add_argument("stages", nargs="*", help="only these; 'fast': what takes less than four minutes after set-up")
     arguments = parser.parse_args()
+    # A job in the background ignores it, and so would all that tests send it to.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     arguments.fast = arguments.stages == ["fast"]
     stages = chosen(arguments)
     shutil.rmtree(LOGS, ignore_errors=True)
