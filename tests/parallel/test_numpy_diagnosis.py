@@ -135,6 +135,38 @@ def test_a_dump_tells_of_the_last_calls(rank: int, size: int, tmp_path: Path) ->
         mc.dump("/proc/nowhere/at/all")
 
 
+def test_a_parameter_server_is_in_numbers_dumps_and_timelines(rank: int, size: int, tmp_path: Path) -> None:
+    """Each operation is a call of its group, which only this rank makes."""
+    with mc.ParameterServer([np.zeros(6, np.float32), np.zeros(3)]) as server:
+        mc.timeline.start(tmp_path)
+        for _ in range(2 + rank):
+            server.send(np.ones(6, np.float32), tensor=0)
+        server.receive(async_op=True).wait()
+        time.sleep(0.05)
+        mc.timeline.stop()
+        (counted,) = (group for group in mc.stats()["groups"] if group["name"].startswith("parameter server of "))
+        assert counted["members"] == list(range(size))
+        assert counted["failed"] == 0
+        dump = json.loads(mc.dump(tmp_path).read_text())
+        (group,) = (group for group in dump["teams"] if group["team"] == counted["name"])
+        send, receive = (
+            "a send to the parameter server (tensor 0)",
+            "a receive from the parameter server (tensors 0 to 1)",
+        )
+        own = [call for call in group["calls"] if call["one_sided"]]
+        assert [(call["name"], call["state"], call["bytes"]) for call in own] == [
+            *[(send, "done", 24)] * (2 + rank),
+            (receive, "done", 48),
+        ]
+        # And the calls that made the server.
+        assert counted["calls"] == len(group["calls"])
+        assert counted["bytes"] >= 24 * (2 + rank) + 48
+    spans = [event for event in json.loads((tmp_path / f"rank{rank}.trace.json").read_text()) if event["ph"] == "X"]
+    calls = [event for event in spans if event["cat"] == "call"]
+    assert [call["name"] for call in calls] == [*[send] * (2 + rank), receive]
+    assert {call["args"]["matched"] for call in calls} == {None}
+
+
 def test_a_signal_does_no_harm(rank: int, size: int) -> None:
     for _ in range(20):
         os.kill(os.getpid(), signal.SIGUSR1)

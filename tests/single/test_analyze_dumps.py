@@ -206,6 +206,17 @@ def test_a_rank_stalled_in_a_common_call(tmp_path: Path) -> None:
     assert (slow.kind, slow.ranks, slow.waiting) == ("stalled_in_call", (1,), (0, 2))
 
 
+def test_a_rank_stalled_in_an_operation_of_its_own(tmp_path: Path) -> None:
+    """On a parameter server, where no other rank is missing."""
+    title = "a send to the parameter server (tensor 0)"
+    own = call("running", 20, None, title, one_sided=True, tensors=[], num_tensors=0)
+    dump(tmp_path, 0, {0: [call("done", 70, 1)], -1: [own]}, size=2)
+    dump(tmp_path, 1, {0: [call("done", 70, 1)], -1: []}, size=2)
+    (slow,) = analyzed(tmp_path)
+    assert (slow.kind, slow.ranks, slow.waiting) == ("stalled_in_call", (0,), ())
+    assert slow.text == f"rank 0 on node0 (pid 100) has waited 20 s in {title}"
+
+
 def test_a_healthy_job_with_a_straggler(tmp_path: Path) -> None:
     waits = [{"ranks": [2], "seconds": 2.5}, {"ranks": [1], "seconds": 0.5}]
     for rank in range(3):

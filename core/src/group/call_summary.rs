@@ -18,9 +18,16 @@ pub(super) struct CallSummary {
     pub tensors: Vec<String>,
     pub count: usize,
     pub bytes: usize,
+    /// Whether a rank makes it without the others.
+    pub one_sided: bool,
 }
 
 impl CallSummary {
+    /// Of an operation that a rank makes without the others.
+    pub fn one_sided(name_line: String, bytes: usize) -> CallSummary {
+        CallSummary { name_line, tensors: Vec::new(), count: 0, bytes, one_sided: true }
+    }
+
     pub fn new(call: &Call) -> CallSummary {
         let count = call.tensors(0).len();
         CallSummary {
@@ -28,6 +35,7 @@ impl CallSummary {
             tensors: call.lines(0..TENSORS_SHOWN).collect(),
             count,
             bytes: call.layout.total(),
+            one_sided: false,
         }
     }
 }

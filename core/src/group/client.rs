@@ -5,11 +5,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::call_summary::CallSummary;
 use super::messenger::Messenger;
+use super::recorder::Submission;
 use super::submit::Group;
 use super::work::{CallOptions, Timeout, wait_for_result};
 use crate::collective::Op;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, guard};
 use crate::signals;
 use crate::topology::Topology;
 use crate::transport::WaitContext;
@@ -64,6 +66,36 @@ impl Group {
             Some(Error::PeerLost(format!("{} {departure}", self.rank_name(rank))))
         };
         self.shared.failure().or_else(departed).unwrap_or_else(|| self.shared.ended())
+    }
+
+    /// The submission of a one-sided operation, now.
+    pub fn submission(&self) -> Submission {
+        self.shared.recorder.submission()
+    }
+
+    /// Runs an operation that this rank makes without the others, as a call of the group: with its limits, in its
+    /// dumps, timeline and totals. `submission`: if it was earlier. `key` stands for what `summary` returns: its name and its bytes.
+    ///
+    /// # Errors
+    /// Those of `work`.
+    pub fn run_one_sided(
+        &self,
+        key: u64,
+        summary: impl FnOnce() -> (String, usize),
+        submission: Option<Submission>,
+        timeout: Timeout,
+        work: impl FnOnce(&WaitContext<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let summary = || {
+            let (name, bytes) = summary();
+            CallSummary::one_sided(name, bytes)
+        };
+        let team = self.shared.config.key.number();
+        let record = self.shared.recorder.open_one_sided(team, key, summary, submission);
+        record.start(submission.is_none());
+        let result = guard(|| self.with_limits(&record.summary.name_line, timeout, work));
+        record.end(&result);
+        result
     }
 
     /// Runs `work`, which `what` names in messages, with the limits of a call: its deadline, the stall warning, and the

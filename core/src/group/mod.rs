@@ -61,6 +61,7 @@ pub use messenger::Messenger;
 pub use point_to_point::MessageOptions;
 pub use process_groups::{BlockedCaller, ProcessGroups};
 pub use ragged::{Allocate, RaggedTensor, start_ragged};
+pub use recorder::Submission;
 pub use small_calls::{CallWords, SmallCallInput, TensorWords};
 pub use state::OnFailure;
 pub use submit::Group;

@@ -74,9 +74,9 @@ impl RecorderState {
 
 /// The submission of a call that has no record yet.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Submission {
+pub struct Submission {
     /// The number of the call.
-    pub number: u64,
+    pub(super) number: u64,
     /// By the coarse clock.
     since: u64,
 }
@@ -88,7 +88,7 @@ impl Submission {
     }
 
     /// A record of `call`, which has started, that is neither in the ring nor in the totals.
-    pub fn record(self, call: &Call) -> Record {
+    pub(super) fn record(self, call: &Call) -> Record {
         let mut record = Record::detached(call);
         (record.number, record.submitted) = (self.number, self.time());
         record.start(true);
@@ -159,14 +159,37 @@ impl Recorder {
 
     /// Opens the record of a call, which is submitted now without an earlier `submission`.
     pub fn open(&self, call: &Call, submission: Option<Submission>, deadline: Deadline, origin: Origin) -> Arc<Record> {
+        let (team, signature) = (call.group().number(), call.signature);
+        self.open_summary(team, signature, || CallSummary::new(call), submission, deadline, origin)
+    }
+
+    /// Opens the record of an operation that this rank makes without the others. `key` is that of `summary`.
+    pub fn open_one_sided(
+        &self,
+        team: i32,
+        key: u64,
+        summary: impl FnOnce() -> CallSummary,
+        submission: Option<Submission>,
+    ) -> Arc<Record> {
+        self.open_summary(team, key, summary, submission, Deadline::default(), Origin::default())
+    }
+
+    fn open_summary(
+        &self,
+        team: i32,
+        signature: u64,
+        summary: impl FnOnce() -> CallSummary,
+        submission: Option<Submission>,
+        deadline: Deadline,
+        origin: Origin,
+    ) -> Arc<Record> {
         let mut recorder = self.lock();
         if recorder.summaries.len() > MAX_SUMMARIES {
             recorder.summaries.clear();
         }
-        let summary = recorder.summaries.entry(call.signature).or_insert_with(|| Arc::new(CallSummary::new(call)));
-        let summary = Arc::clone(summary);
+        let summary = Arc::clone(recorder.summaries.entry(signature).or_insert_with(|| Arc::new(summary())));
         let number = submission.map_or_else(|| self.number(), |submission| submission.number);
-        let mut new_record = Record::new(call.group().number(), number, summary, call.signature, deadline, origin);
+        let mut new_record = Record::new(team, number, summary, signature, deadline, origin);
         submission.iter().for_each(|submission| new_record.submitted = submission.time());
         // Reuses the evicted record if nobody else has it.
         let record = match recorder.evict() {
@@ -192,14 +215,14 @@ impl Recorder {
         recorder.evicted_running.iter().chain(&recorder.ring).filter(waits).find(is_late).cloned()
     }
 
-    /// The calls that have not ended.
+    /// The calls that have not ended and that other ranks make, too.
     pub fn pending(&self) -> Vec<Arc<Record>> {
         let recorder = self.lock();
         recorder
             .evicted_running
             .iter()
             .chain(&recorder.ring)
-            .filter(|record| record.ended().is_none())
+            .filter(|record| record.ended().is_none() && !record.summary.one_sided)
             .cloned()
             .collect()
     }

@@ -23,6 +23,14 @@ impl Group {
         })
     }
 
+    /// The same, with the name and the members.
+    pub fn described_stats(&self) -> Value {
+        let mut stats = self.stats();
+        stats["name"] = self.shared.config.key.name().json();
+        stats["members"] = self.shared.members.iter().collect();
+        stats
+    }
+
     /// The last calls, oldest first, with the ranks that the group waits for.
     pub fn dump(&self) -> Value {
         let mut records = self.shared.recorder.last(self.shared.config.key.number());
@@ -58,8 +66,8 @@ fn call(record: &Arc<Record>, ranks: &dyn Fn(WaitTarget) -> Vec<usize>) -> Value
         (Some(_), None, ..) => "done",
         (Some(_), Some(_), ..) => "failed",
         (None, _, None, _) => "queued",
-        (None, _, Some(_), None) => "matching",
-        (None, _, Some(_), Some(_)) => "running",
+        (None, _, Some(_), None) if !record.summary.one_sided => "matching",
+        (None, _, Some(_), _) => "running",
     };
     let waits: Vec<Value> = timings
         .waits()
@@ -82,6 +90,7 @@ fn call(record: &Arc<Record>, ranks: &dyn Fn(WaitTarget) -> Vec<usize>) -> Value
         "copied_s": timings.seconds(Activity::Copy), "waited_s": timings.seconds(Activity::Wait),
         "reduced_s": timings.seconds(Activity::Reduce), "network_s": timings.seconds(Activity::Network),
         "waits": waits, "waiting_for": waiting,
+        "one_sided": record.summary.one_sided,
         "shm_rounds": rounds, "shm_flags": flags, "messages": messages, "sent_bytes": sent,
     })
 }

@@ -1,5 +1,6 @@
 //! A send to the parameter server, or a receive from it. Plain data.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 
 use super::layout::Layout;
@@ -42,6 +43,18 @@ impl Operation {
             1 => format!("{what} the parameter server (tensor {start})"),
             _ => format!("{what} the parameter server (tensors {start} to {})", end - 1),
         }
+    }
+
+    /// Stands for its name and its bytes, which depend on nothing else.
+    pub fn key(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (matches!(self.action, Action::Send(_)), self.has_elements(), &self.tensors).hash(&mut hasher);
+        hasher.finish()
+    }
+
+    /// The bytes of the caller's memory.
+    pub fn bytes(&self) -> usize {
+        self.buffers.iter().map(|buffer| buffer.len() * buffer.dtype().size()).sum()
     }
 
     /// Whether it has the caller's memory.

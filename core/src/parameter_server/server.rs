@@ -13,16 +13,16 @@ use super::operation::{Action, Operation};
 use super::remote::{self, Exchange};
 use super::shards::Shards;
 use super::state::{OwnMemory, ServerState};
-use crate::error::{Error, Result, guard};
+use crate::error::{Error, Result};
 use crate::fork;
-use crate::group::{CallHandle, Group, OnComplete, Timeout, wait_for_result};
+use crate::group::{CallHandle, Group, OnComplete, Submission, Timeout, wait_for_result};
 use crate::lock::lock;
 use crate::log::log_line;
 use crate::signals;
 use crate::transport::WaitContext;
 
 /// A started operation.
-type Item = (Operation, OnComplete);
+type Item = (Operation, Submission, OnComplete);
 
 /// The operations that wait for their turn.
 #[derive(Default)]
@@ -58,11 +58,12 @@ fn closed() -> Error {
 ///
 /// # Safety
 /// The memory of its buffers is valid for the elements, and not used otherwise.
-unsafe fn run(state: &ServerState, operation: &Operation) -> Result<()> {
+unsafe fn run(state: &ServerState, operation: &Operation, submission: Option<Submission>) -> Result<()> {
     state.group.check_members()?;
     // SAFETY: guaranteed by the caller.
     let run = |wait: &WaitContext<'_>| unsafe { exchange(state, operation, wait) };
-    let result = state.group.with_limits(&operation.describe(), operation.timeout, run);
+    let summary = || (operation.describe(), operation.bytes());
+    let result = state.group.run_one_sided(operation.key(), summary, submission, operation.timeout, run);
     result.inspect_err(|error| state.group.fail(error))
 }
 
@@ -135,7 +136,7 @@ impl ParameterServer {
         queue.inline += 1;
         drop(queue);
         // SAFETY: guaranteed by the caller.
-        let result = guard(|| unsafe { run(&self.state, &operation) });
+        let result = unsafe { run(&self.state, &operation, None) };
         let mut queue = lock(&self.turns.queue);
         queue.inline -= 1;
         if queue.is_closed {
@@ -178,7 +179,7 @@ impl ParameterServer {
             drop(queue);
             return done(Err(error));
         }
-        queue.items.push_back((operation, done));
+        queue.items.push_back((operation, self.state.group.submission(), done));
         drop(queue);
         self.turns.changed.notify_all();
     }
@@ -244,7 +245,7 @@ impl ParameterServer {
         drop(queue);
         self.turns.changed.notify_all();
         if let Some((error, items)) = refused {
-            items.into_iter().for_each(|(_, done)| done(Err(error.clone())));
+            items.into_iter().for_each(|(.., done)| done(Err(error.clone())));
         }
         Ok(thread)
     }
@@ -288,7 +289,7 @@ fn join(thread: JoinHandle<()>) {
 fn run_queue(state: &ServerState, turns: &Turns) {
     let mut queue = lock(&turns.queue);
     loop {
-        let Some((operation, done)) = queue.items.pop_front() else {
+        let Some((operation, submission, done)) = queue.items.pop_front() else {
             if queue.is_closed {
                 return;
             }
@@ -298,7 +299,7 @@ fn run_queue(state: &ServerState, turns: &Turns) {
         queue.is_busy = true;
         drop(queue);
         // SAFETY: promised to `submit`, and to `run`, which waits.
-        done(guard(|| unsafe { run(state, &operation) }));
+        done(unsafe { run(state, &operation, Some(submission)) });
         queue = lock(&turns.queue);
         queue.is_busy = false;
     }

@@ -1,7 +1,7 @@
 //! Introspection of this process: dumps, timelines, statistics, settings.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::state::{Runtime, RuntimeState, check_fork, read, started};
 use crate::collective::CallConfig;
@@ -45,15 +45,17 @@ pub fn stop_timeline() -> Result<()> {
     Ok(())
 }
 
-/// The statistics of all teams, as a JSON object.
+/// The statistics of all teams and other groups, as a JSON object.
 ///
 /// # Errors
 /// As for [`dump`].
 pub fn stats() -> Result<serde_json::Value> {
-    started(|Runtime { teams, topology, .. }| {
+    started(|Runtime { teams, groups, topology, .. }| {
         let teams: serde_json::Map<String, serde_json::Value> =
             teams.iter().map(|(id, team)| (id.to_string(), team.stats())).collect();
-        Ok(serde_json::json!({"rank": topology.rank(), "size": topology.size(), "teams": teams}))
+        let groups: Vec<serde_json::Value> =
+            groups.values().filter_map(Weak::upgrade).map(|group| group.described_stats()).collect();
+        Ok(serde_json::json!({"rank": topology.rank(), "size": topology.size(), "teams": teams, "groups": groups}))
     })
 }
 

@@ -13,7 +13,7 @@ from dl_comm._base.errors import StateError
 
 
 def stats() -> dict[str, Any]:
-    """Statistics of this rank since ``init``: calls, bytes and times per team.
+    """Statistics of this rank since ``init``: calls, bytes and times of each team and group.
 
     Seconds of the team's threads: ``copied_s``, ``waited_s`` (for ranks of this host), ``reduced_s`` and ``network_s``
     (with waits). Sums over calls: ``queued_s`` (from submission to start) and ``comm_s`` (from start to end).
@@ -23,7 +23,9 @@ def stats() -> dict[str, Any]:
 
     Returns:
         ``rank``, ``size``, and ``teams``: for each team (-1: broadcasts, barriers and metrics) a dict of these numbers,
-        with ``calls`` (completed calls) and ``failed`` (those with an error).
+        with ``calls`` (completed calls) and ``failed`` (those with an error). ``groups``: the same without
+        ``exposed_s`` and ``overlap`` for each other group that exists, with its ``name`` and ``members``. A parameter
+        server is a group, and what this rank sends to it or receives from it is a call.
 
     Raises:
         StateError: ``init_mpi`` was not called, or ``finalize`` was.

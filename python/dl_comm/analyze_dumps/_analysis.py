@@ -54,6 +54,7 @@ def analyze(job: JobDumps, states: Mapping[int, str], least: float = 1.0) -> lis
     lost = _lost_ranks(job, states)
     waits = [wait for wait in _waits(job) if wait.seconds >= least or wait.call.state == "failed"]
     found = [finding for wait in waits for finding in _explain(job, wait, lost)]
+    found += _one_sided(job, lost, least)
     found += [_lost(job, rank, how) for rank, how in lost.items() if rank not in _problem_ranks(found)]
     found += _failures(job, found) + _mismatches(job) + _without_dump(job, found)
     if not any(finding.is_problem for finding in found):
@@ -63,6 +64,18 @@ def analyze(job: JobDumps, states: Mapping[int, str], least: float = 1.0) -> lis
         count = f"all {len(job.dumps)}" if not job.missing else f"the {len(job.dumps)}"
         found.append(Finding("idle" if idle else "healthy", (), f"{text}, on {count} ranks with a dump"))
     return ordered(found)
+
+
+def _one_sided(job: JobDumps, lost: Mapping[int, str], least: float) -> list[Finding]:
+    """Ranks that wait in an operation without the others, on a parameter server."""
+    found = []
+    for dump in job.dumps.values():
+        for call in dump.calls:
+            seconds = call.seconds(dump.time)
+            if call.one_sided and call.state == "running" and seconds >= least and dump.rank not in lost:
+                text = f"{job.rank_info[dump.rank]} has waited {wait_text(seconds)} in {call.text}"
+                found.append(Finding("stalled_in_call", (dump.rank,), text, call.team, call.title, (), seconds))
+    return _group(job, found)
 
 
 def _problem_ranks(found: list[Finding]) -> set[int]:

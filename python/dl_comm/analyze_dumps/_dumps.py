@@ -44,6 +44,8 @@ class CallRecord:
     ended: float | None
     waits: tuple[tuple[tuple[int, ...], float], ...]
     waiting_for: tuple[int, ...]
+    one_sided: bool = False
+    """Whether the rank makes it without the others."""
 
     @property
     def is_open(self) -> bool:
@@ -79,8 +81,8 @@ class Team:
 
     @property
     def head(self) -> CallRecord | None:
-        """The oldest incomplete call; calls in progress precede queued ones."""
-        still = [call for call in self.calls if call.is_open]
+        """The oldest incomplete call of all ranks; calls in progress precede queued ones."""
+        still = [call for call in self.calls if call.is_open and not call.one_sided]
         return next((call for call in still if call.state != "queued"), still[0] if still else None)
 
 
@@ -232,4 +234,5 @@ def _call(team: int | str, group: str, call: dict[str, Any]) -> CallRecord:
         ended=None if ended is None else submitted + float(ended),
         waits=tuple((tuple(map(int, wait["ranks"])), float(wait["seconds"])) for wait in call["waits"]),
         waiting_for=tuple(map(int, call["waiting_for"])),
+        one_sided=bool(call.get("one_sided", False)),  # older dumps have none
     )
