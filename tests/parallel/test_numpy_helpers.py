@@ -274,9 +274,18 @@ def test_a_second_init_says_which_threads_stay(rank: int, capsys: pytest.Capture
     threads = mc.topology()["teams"][0]["threads"]
     mc.init(threads)
     assert capsys.readouterr().err == ""
-    mc.init(threads + 1)
-    text = f"dl_comm: init(nthread_per_team={threads + 1}) holds for new teams: team 0 keeps {threads}\n"
+    mc.init(threads=threads + 1)
+    text = f"dl_comm: init(threads={threads + 1}) holds for new teams: team 0 keeps {threads}\n"
     assert capsys.readouterr().err == (text if rank == 0 else "")
+
+
+def test_two_names_of_the_threads_agree() -> None:
+    threads = mc.topology()["teams"][0]["threads"]
+    mc.init(threads, threads=threads)
+    with pytest.raises(mc.ArgumentError, match=f"threads is {threads}, and nthread_per_team, another name of it, 99"):
+        mc.init(99, threads=threads)
+    with pytest.raises(mc.ArgumentError, match="invalid threads: 0"):
+        mc.init(threads=0)
 
 
 def test_one_rank_prints(rank: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -521,9 +521,9 @@ class TestMisuse:
         model = make_model()
         with pytest.raises(TypeError, match="expected a torch optimizer, not Sequential"):
             cdl.DistributedOptimizer(model)
-        for options in ({"bucket_mb": 0}, {"backward_passes_per_step": 0}, {"nteam": 0}, {"nthread_per_team": 0}):
+        for count in ("nteam", "nthread_per_team", "threads", "bucket_mb", "backward_passes_per_step"):
             with pytest.raises(ValueError, match="invalid"):
-                cdl.DistributedOptimizer(MAKERS["SGD"](model.parameters()), **options)
+                cdl.DistributedOptimizer(MAKERS["SGD"](model.parameters()), **{count: 0})
         optimizer = wrap(MAKERS["SGD"](model.parameters()))
         with pytest.raises(ValueError, match="already"):
             wrap(optimizer)

@@ -57,7 +57,7 @@ def test_a_program_may_drop_or_redirect_them(script: Script) -> None:
     )
     finished = script(2, text, env=WARNS)
     assert "kept " in finished.output, finished.output
-    assert "kept init(nthread_per_team=3) holds for new teams" in finished.output, finished.output
+    assert "kept init(threads=3) holds for new teams" in finished.output, finished.output
     assert "dl_comm: " not in finished.output
 
 

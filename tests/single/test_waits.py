@@ -255,8 +255,8 @@ attempt("init", lambda: mc.init(nteams=2 if os.environ["PMI_RANK"] == "0" else 1
 """)
     for text in seen(finished, "init", 2):
         assert text.startswith("MismatchError: "), text
-        assert "init(nteams=2, nthread_per_team=2)" in text, text
-        assert "init(nteams=1, nthread_per_team=2)" in text, text
+        assert "init(nteams=2, threads=2)" in text, text
+        assert "init(nteams=1, threads=2)" in text, text
 
 
 @pytest.mark.parametrize(

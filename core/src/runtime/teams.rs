@@ -52,7 +52,7 @@ pub fn init_teams(count: i32, threads: Option<i32>) -> Result<()> {
     let missing: Vec<i32> = started(|runtime| Ok((0..count).filter(|id| !runtime.teams.contains_key(id)).collect()))?;
     for (index, id) in missing.into_iter().enumerate() {
         // One agreement for all teams: a rank with a smaller `count` must not continue with other calls.
-        let call = (index == 0).then(|| format!("init(nteams={count}, nthread_per_team={threads})"));
+        let call = (index == 0).then(|| format!("init(nteams={count}, threads={threads})"));
         make_team(id, threads, config.default_prec_level, call.as_deref())?;
     }
     Ok(())

@@ -93,13 +93,13 @@ def new_owner(holder: Any, team: int) -> int:
 
 
 def start_team(
-    team: int, nteam: int, nthread_per_team: int, nstep: int | None, warmup: float, verb: int, freq: int
+    team: int, nteam: int, threads: int | None, nstep: int | None, warmup: float, verb: int, freq: int
 ) -> None:
     """Creates missing teams for an optimizer on ``team``, and sets the team's schedule if ``nstep`` is given.
 
     The fraction ``warmup`` of ``nstep`` steps blocks; ``verb`` and ``freq`` are ``verbosity`` and ``perf_freq``.
     """
-    start(nthread_per_team, max(nteam, team + 1))
+    start(threads, max(nteam, team + 1))
     if nstep is None:
         return
     if not 0 <= warmup <= 1:
@@ -112,7 +112,7 @@ def start_averages(
     group: Group | None,
     team: Any,
     nteam: int,
-    nthread_per_team: int,
+    threads: int | None,
     nstep: int | None,
     warmup: float,
     verb: int,
@@ -124,7 +124,7 @@ def start_averages(
     """
     place = checked_place(group, team)
     if place >= 0:
-        start_team(place, nteam, nthread_per_team, nstep, warmup, verb, freq)
+        start_team(place, nteam, threads, nstep, warmup, verb, freq)
     elif nstep is not None:
         raise ArgumentError("give group or nstep, not both: a group has no schedule")
     return place

@@ -26,6 +26,17 @@ def checked_int(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
     return number
 
 
+def checked_threads(threads: Any, nthread_per_team: Any, default: int | None = None) -> int | None:
+    """The threads of a team, given by either name; ``default``: ``nthread_per_team``, the plugin's, if not given."""
+    if threads is None:
+        return None if nthread_per_team is None else checked_int("nthread_per_team", nthread_per_team, 1)
+    if nthread_per_team not in (default, threads):
+        raise ArgumentError(
+            f"threads is {threads!r}, and nthread_per_team, another name of it, {nthread_per_team!r}; give one of them"
+        )
+    return checked_int("threads", threads, 1)
+
+
 def checked_float(name: str, value: Any) -> float:
     """``value`` as a float; accepts what has one number, such as a NumPy scalar, but no text."""
     if type(value) is float:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dl_comm import _dl_comm
 from dl_comm._base import excepthook, log, rc, signals
-from dl_comm._base.checks import checked_int
+from dl_comm._base.checks import checked_int, checked_threads
 from dl_comm._base.errors import ArgumentError, StateError
 from dl_comm._base.file_store import guarded
 from dl_comm._job import torchrun
@@ -153,18 +153,17 @@ def sync_environment() -> None:
 
 
 def start(
-    nthread_per_team: int | None = None, nteams: int = 1, prepare: Callable[[], object] = lambda: None, **numbers: Any
+    threads: int | None = None, nteams: int = 1, prepare: Callable[[], object] = lambda: None, **numbers: Any
 ) -> bool:
     """Makes this process a rank and creates the missing teams, as ``init``; False in a helper. Collective.
 
     Args:
-        nthread_per_team: As for ``init``.
+        threads: As for ``init``.
         nteams: As for ``init``.
         prepare: Called between the two, on a rank.
         **numbers: ``rank``, ``size``, ``address`` and ``key`` of ``init_mpi``.
     """
-    threads = 0 if nthread_per_team is None else checked_int("nthread_per_team", nthread_per_team, 1)
-    teams = checked_int("nteams", nteams, 1)
+    threads, teams = checked_threads(threads, None) or 0, checked_int("nteams", nteams, 1)
     if _dl_comm.is_helper() and all(number is None for number in numbers.values()):
         return False
     init_mpi(**numbers)
@@ -174,7 +173,7 @@ def start(
     kept = {team: count for team, count in before.items() if 0 <= team < teams and count != threads}
     if kept and _dl_comm.rank() == 0:
         keeps = ", ".join(f"team {team} keeps {count}" for team, count in kept.items())
-        log.warn(f"init(nthread_per_team={threads}) holds for new teams: {keeps}")
+        log.warn(f"init(threads={threads}) holds for new teams: {keeps}")
     publish_master()
     return True
 

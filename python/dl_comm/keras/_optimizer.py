@@ -24,6 +24,7 @@ import keras
 from dl_comm._arrays.groups import Group
 from dl_comm._arrays.teams import new_owner, start_averages
 from dl_comm._arrays.tensor_names import agreed_order
+from dl_comm._base.checks import checked_threads
 from dl_comm._base.errors import ArgumentError, DTypeError, StateError
 from dl_comm._job import state
 from dl_comm.keras._backend import NAME, check, names_of, on, untraced
@@ -125,6 +126,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     nstep: int | None = None,
     nteam: int = 1,
     nthread_per_team: int = 2,
+    threads: int | None = None,
     warmup: float = 0.10,
     verb: int = 2,
     freq: int = 100,
@@ -160,7 +162,8 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
             `dl_comm.config_team(team, 0, int(warmup * nstep), nstep, verb, freq)`: after the warm-up a step applies the
             means of the previous step, and does not wait.
         nteam: The minimum number of teams.
-        nthread_per_team: Threads of each team that is created here.
+        nthread_per_team: The plugin's name of `threads`.
+        threads: Threads of each team that is created here (2).
         warmup: The fraction of steps that wait for their own means.
         verb: Who prints the time waited for communication: 0: no rank; 1: rank 0; 2: every rank.
         freq: Steps between these lines.
@@ -191,7 +194,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
             "omit nstep, or use warmup=1.0"
         )
     check()
-    team = start_averages(group, team, nteam, nthread_per_team, nstep, warmup, verb, freq)
+    team = start_averages(group, team, nteam, checked_threads(threads, nthread_per_team, 2), nstep, warmup, verb, freq)
     optimizer.__class__ = _averaging_class(type(optimizer), team < 0)  # type: ignore[arg-type]
     optimizer._dl_comm_team, optimizer._dl_comm_group = team, group
     optimizer._dl_comm_owner = new_owner(optimizer, team)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dl_comm._arrays.groups import Group
 from dl_comm._arrays.teams import new_owner, start_averages
+from dl_comm._base.checks import checked_threads
 from dl_comm._base.errors import ArgumentError
 from dl_comm.tensorflow import _ops
 
@@ -23,6 +24,7 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     nstep: int | None = None,
     nteam: int = 1,
     nthread_per_team: int = 2,
+    threads: int | None = None,
     warmup: float = 0.10,
     verb: int = 2,
     freq: int = 100,
@@ -41,7 +43,8 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
             `dl_comm.config_team(team, 0, int(warmup * nstep), nstep, verb, freq)`: after the warm-up a step applies the
             means of the previous step, and does not wait.
         nteam: The minimum number of teams.
-        nthread_per_team: Threads of each team that is created here.
+        nthread_per_team: The plugin's name of `threads`.
+        threads: Threads of each team that is created here (2).
         warmup: The fraction of steps that wait for their own means.
         verb: Who prints the time waited for communication: 0: no rank; 1: rank 0; 2: every rank.
         freq: Steps between these lines.
@@ -68,12 +71,13 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
             nstep=nstep,
             nteam=nteam,
             nthread_per_team=nthread_per_team,
+            threads=threads,
             warmup=warmup,
             verb=verb,
             freq=freq,
             broadcast=broadcast,
         )
-    team = start_averages(group, team, nteam, nthread_per_team, nstep, warmup, verb, freq)
+    team = start_averages(group, team, nteam, checked_threads(threads, nthread_per_team, 2), nstep, warmup, verb, freq)
     return _DistributedV1Optimizer(optimizer, team, group)
 
 

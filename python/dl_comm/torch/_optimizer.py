@@ -13,7 +13,7 @@ import torch
 from dl_comm._arrays.groups import Group, averaging_team, given, unless_world
 from dl_comm._arrays.teams import start_team
 from dl_comm._base.buckets import bucket_bytes
-from dl_comm._base.checks import checked_int, checked_team
+from dl_comm._base.checks import checked_int, checked_team, checked_threads
 from dl_comm._base.errors import ArgumentError, CommError, DTypeError, StateError
 from dl_comm._base.private_names import check
 from dl_comm._job import state
@@ -127,6 +127,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     nteam: int = 1,
     nthread_per_team: int = 2,
     *,
+    threads: int | None = None,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | None = None,
     bucket_mb: float | None = None,
     backward_passes_per_step: int = 1,
@@ -157,7 +158,8 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     Args:
         optimizer: any torch optimizer except SparseAdam.
         nteam: minimum number of teams. Optimizers use eight teams in turn, which are created as needed.
-        nthread_per_team: threads of each team that is created here.
+        nthread_per_team: the plugin's name of `threads`.
+        threads: threads of each team that is created here (2).
         named_parameters: names, as from `module.named_parameters()`. Parameters without a name here have the one of the
             module that holds them. The ranks match parameters by name, in whatever order the optimizer has them; where
             the found names differ between ranks, by position.
@@ -203,7 +205,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     check("torch")
     size = bucket_bytes(bucket_mb)
     backward_passes_per_step = checked_int("backward_passes_per_step", backward_passes_per_step, 1)
-    nteam, nthread_per_team = checked_int("nteam", nteam, 1), checked_int("nthread_per_team", nthread_per_team, 1)
+    nteam, threads = checked_int("nteam", nteam, 1), checked_threads(threads, nthread_per_team, 2)
     if team is not None:
         team = checked_team(team)
     if not isinstance(broadcast_buffers, (torch.nn.Module, type(None))):
@@ -239,7 +241,7 @@ def DistributedOptimizer(  # noqa: N802 (the name is the plugin's)
     reducer.check_unowned()
     if group is None:
         state.current.optimizers = number + 1
-        start_team(chosen, nteam, nthread_per_team, nstep, warmup, verb, freq)
+        start_team(chosen, nteam, threads, nstep, warmup, verb, freq)
     else:
         _num_of_group[group] = number + 1
     names.agree()
