@@ -1,10 +1,14 @@
 //! Calls of the C API with any arguments that its contract allows. Memory lies in an arena or is NULL.
 
+mod server;
+
 use std::ffi::{CString, c_int, c_void};
 use std::ptr;
 
 use arbitrary::Arbitrary;
 use dl_comm_core::capi::{self, CBuffer, CCall, CGroup};
+
+use server::Server;
 
 /// `DL_COMM_ERROR_INTERNAL`.
 const INTERNAL: c_int = -9;
@@ -74,6 +78,8 @@ pub enum Call {
     Collective(Collective),
     /// Making a group; sometimes it is kept for a while.
     Group(Option<Vec<c_int>>, Option<String>, Option<Collective>),
+    /// A parameter server on a team's ranks.
+    Server(Team, Server),
 }
 
 #[derive(Debug, Arbitrary)]
@@ -318,6 +324,13 @@ impl Call {
                     capi::dl_comm_group_free(group);
                     code
                 }
+                Call::Server(team, server) => {
+                    let mut group = ptr::null_mut();
+                    let code = capi::dl_comm_team_group(team.number(), &mut group);
+                    let code = if code == 0 { server.make(group) } else { code };
+                    capi::dl_comm_group_free(group);
+                    code
+                }
                 Call::Group(ranks, text, collective) => {
                     let (mut group, text) = (ptr::null_mut(), name(text));
                     let list = ranks.as_ref().map_or(ptr::null(), |ranks| ranks.as_ptr());
@@ -349,13 +362,17 @@ pub fn last_error() -> String {
     unsafe { std::ffi::CStr::from_ptr(capi::dl_comm_last_error()) }.to_string_lossy().into_owned()
 }
 
-/// Makes the calls and checks that each returns a code of the header, and no internal error.
+/// Checks that a code is one of the header, and no internal error.
+fn check(code: c_int, call: &dyn std::fmt::Debug) {
+    if code < 0 {
+        let error = last_error();
+        assert!(!error.is_empty() && code != INTERNAL, "{code} {error} of {call:?}");
+    }
+}
+
+/// Makes the calls and checks their codes.
 pub fn make(calls: &[Call]) {
     for call in calls.iter().take(20) {
-        let code = call.make();
-        if code < 0 {
-            let error = last_error();
-            assert!(!error.is_empty() && code != INTERNAL, "{code} {error} of {call:?}");
-        }
+        check(call.make(), call);
     }
 }
