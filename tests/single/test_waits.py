@@ -136,6 +136,40 @@ else:
     assert "rank 1: group 'late'" in text, text
 
 
+def test_a_rank_that_waits_for_a_message_of_one_that_waits_in_a_call(run: Callable[..., Finished]) -> None:
+    """The call fails and the receive goes on. Before, a sender that is late, then one whose other thread sends."""
+    finished = run("""
+import threading
+mc.init()
+here, out = mc.get_rank(), np.zeros(3, np.float32)
+def send(seconds):
+    time.sleep(seconds)
+    mc.send(ones()[0], 0)
+if here == 1:
+    send(7)
+    thread = threading.Thread(target=lambda: [send(0), send(7)])
+    thread.start()
+else:
+    for _ in range(3):
+        mc.recv(out, 1)
+print("sum", mc.allreduce(ones()[0])[0], flush=True)
+if here == 0:
+    attempt("message", lambda: mc.recv(out, 1))
+    print("received", out[0], flush=True)
+else:
+    attempt("call", lambda: mc.allreduce(ones()[0]))
+    mc.send(ones()[0] * 5, 0)
+print("sum", mc.allreduce(ones()[0])[0], flush=True)
+""")
+    assert finished.returncode == 0, finished.output
+    (text,) = seen(finished, "call", 1)
+    assert text.startswith("MismatchError: "), text
+    assert "rank 0: has made 1 call on team 0, and waits in receive (any tag) from rank 1" in text, text
+    assert "rank 1: allreduce" in text, text
+    assert "received 5.0" in finished.output, finished.output
+    assert finished.output.count("sum 2.0") == 4, finished.output
+
+
 def test_a_mismatch_that_ends_the_script_is_a_mismatch_on_all_ranks(run: Callable[..., Finished]) -> None:
     finished = run("""
 mc.init()

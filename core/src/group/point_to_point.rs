@@ -67,6 +67,12 @@ impl Group {
         Ok(self.messenger.get_or_init(|| made))
     }
 
+    /// Notes that this thread waits for messages of its own, as it may do again while another thread waits for a call.
+    #[inline]
+    pub fn note_waiting_for_messages(&self) {
+        self.shared.process_groups.note_waiting_for_messages();
+    }
+
     /// What the endpoint is given of a send or receive.
     #[inline(always)]
     pub fn message<'a>(&self, messenger: &'a Messenger, options: &MessageOptions<'a>) -> Message<'a> {

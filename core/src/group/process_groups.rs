@@ -11,12 +11,13 @@
 //! [`ShmRegion::stall`]: crate::transport::ShmRegion::stall
 //! [`Call::absent`]: crate::collective::Call::absent
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use super::callers::{ThreadId, this_thread};
+use super::callers::{Caller, CallerThreads, ThreadId, this_thread};
 use super::record::Record;
 use crate::lock::lock;
 use crate::transport::Calls;
@@ -51,6 +52,8 @@ pub struct ProcessGroups {
     groups: Mutex<Vec<Weak<dyn WaitingGroup>>>,
     /// Threads that wait for something else than a call of their own.
     blocked: Mutex<Vec<Blocked>>,
+    /// The threads that have waited for messages of their own.
+    messages: CallerThreads,
     /// A thread that may call at any time, even if it has made no call yet; 0 for none.
     main: ThreadId,
     /// Calls and creations of this rank that failed because ranks waited for each other in different groups.
@@ -67,11 +70,11 @@ struct Refused {
     matched: Vec<(Weak<dyn WaitingGroup>, u64)>,
 }
 
-/// A thread that waits: outside of the core for non-blocking calls, or in the creation of a group, which it names.
+/// A thread that waits: outside of the core for non-blocking calls, or in the creation of a group or a receive, which it names.
 struct Blocked {
     thread: ThreadId,
     since: Instant,
-    creation: Option<String>,
+    within: Option<String>,
 }
 
 impl ProcessGroups {
@@ -116,23 +119,30 @@ impl ProcessGroups {
         threads
     }
 
-    /// The name line of the oldest call in groups other than `own`, or of a creation, if it has waited at least `long`.
+    /// The name line of the oldest call in groups other than `own`, or of a creation or receive, if it has waited at least `long`.
     pub(super) fn pending_elsewhere(&self, own: &dyn WaitingGroup, long: Duration) -> Option<String> {
         let pending = |group: Arc<dyn WaitingGroup>| group.pending();
         let oldest = self.others(own).flat_map(pending).min_by_key(|record| record.submitted);
         let call = oldest.map(|record| (record.submitted, record.summary.name_line.clone()));
         let blocked = lock(&self.blocked);
-        let creations = blocked.iter().filter_map(|blocked| Some((blocked.since, blocked.creation.clone()?)));
-        let (since, text) = creations.chain(call).min_by_key(|(since, _)| *since)?;
+        let others = blocked.iter().filter_map(|blocked| Some((blocked.since, blocked.within.clone()?)));
+        let (since, text) = others.chain(call).min_by_key(|(since, _)| *since)?;
         (since.elapsed() >= long).then_some(text)
     }
 
-    /// Whether every thread that has called any group, and the main thread, has waited for a call for at least `long`. As
+    /// Notes that this thread waits for messages of its own.
+    #[inline]
+    pub(super) fn note_waiting_for_messages(&self) {
+        self.messages.record(Caller::Waits);
+    }
+
+    /// Whether every thread that has called any group, or waited for a message, and the main thread, has waited for a call for at least `long`. As
     /// [`WaitingGroup::callers_are_among`].
     pub(super) fn all_blocked(&self, long: Duration, is_idle: bool) -> bool {
         let waiting = self.waiting(long);
         let main = self.main == 0 || waiting.contains(&self.main);
-        main && self.groups().iter().all(|group| group.callers_are_among(&waiting, is_idle))
+        main && self.messages.all_blocked(&waiting)
+            && self.groups().iter().all(|group| group.callers_are_among(&waiting, is_idle))
     }
 
     /// Whether another group than `own` lacks calls of some rank. One in which all ranks have calls waits for no rank.
@@ -161,9 +171,9 @@ impl ProcessGroups {
         self.blocked_in(None)
     }
 
-    fn blocked_in(self: &Arc<ProcessGroups>, creation: Option<String>) -> BlockedCaller {
+    fn blocked_in(self: &Arc<ProcessGroups>, within: Option<String>) -> BlockedCaller {
         let thread = this_thread();
-        lock(&self.blocked).push(Blocked { thread, since: Instant::now(), creation });
+        lock(&self.blocked).push(Blocked { thread, since: Instant::now(), within });
         BlockedCaller { process_groups: Arc::clone(self), thread }
     }
 
@@ -220,6 +230,10 @@ impl ProcessGroups {
 }
 
 impl Calls for ProcessGroups {
+    fn wait_in(self: Arc<Self>, what: String) -> Box<dyn Any> {
+        Box::new(self.blocked_in(Some(what)))
+    }
+
     fn look(&self) {
         self.groups().iter().for_each(|group| group.join_stalled());
     }
@@ -231,7 +245,10 @@ impl Calls for ProcessGroups {
 
     fn give_up(&self) {
         self.count_failed_call();
-        self.settle(None);
+    }
+
+    fn settle(&self) {
+        ProcessGroups::settle(self, None);
     }
 }
 

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::driver::Shared;
 use super::incoming::Receive;
+use super::long_receive::LongReceive;
 use super::matching::Pattern;
 use super::message::{Limits, Scope, Spans, Status};
 use super::outgoing::Send;
@@ -351,10 +352,12 @@ impl Endpoint {
         let is_over = || limit.is_some_and(|(since, timeout)| since.elapsed() >= timeout);
         let ended = || request.result().is_some() || interrupted.get();
         let ended_or_over = || ended() || is_over();
+        let long_receive = LongReceive::begin();
         let check = || {
             if signals::interrupted() {
                 interrupted.set(true);
             }
+            long_receive.look(&self.peers, || self.shared.with_state(|state| state.awaited(request)));
         };
         match timeout {
             None => self.shared.wait(&ended, &check),

@@ -75,6 +75,11 @@ impl<R, M> Matching<R, M> {
         self.context(context).early.push_back((source, tag, message));
     }
 
+    /// The posted receives.
+    pub fn posted(&self) -> impl Iterator<Item = (Pattern, &R)> {
+        self.contexts.values().flat_map(|context| context.posted.iter().map(|(pattern, receive)| (*pattern, receive)))
+    }
+
     /// Removes the early message of `source` that is the one.
     pub fn forget_message(&mut self, context: u64, source: usize, is_it: impl Fn(&M) -> bool) {
         if let Some(context) = self.contexts.get_mut(&context) {

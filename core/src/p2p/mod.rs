@@ -12,6 +12,7 @@ mod driver;
 mod endings;
 mod endpoint;
 mod incoming;
+mod long_receive;
 mod matching;
 mod message;
 mod outgoing;

@@ -12,6 +12,7 @@ use super::outgoing::{Finished, Outgoing, Send, send_short};
 use super::remote::{Arrival, Remote};
 use crate::clock::coarse_now;
 use crate::error::{Error, Result};
+use crate::transport::Calls;
 use crate::transport::mailbox::ring::{Arrived, CELL_BYTES, Envelope, LONG, LongEnvelope, LongState};
 use crate::transport::mailbox::{Mailbox, has_departed};
 use crate::transport::shm_region::Liveness;
@@ -33,6 +34,8 @@ pub struct Peers {
     pub names: Arc<[String]>,
     /// Whether those of this host live.
     pub liveness: Box<dyn Liveness>,
+    /// The calls of this process, if receives that wait long look at them.
+    pub calls: Option<Arc<dyn Calls>>,
 }
 
 impl Peers {

@@ -10,6 +10,7 @@ use crate::group_key::Members;
 use crate::lock::lock;
 use crate::log::log_line;
 use crate::p2p::{Endpoint, Hosts, Peers, Spans, Status, Then, Transfer};
+use crate::transport::Calls;
 use crate::transport::job::Job;
 use crate::transport::mailbox::memory::ArenaMemory;
 use crate::transport::spin::MaxSpins;
@@ -22,16 +23,19 @@ fn endpoint() -> Result<Arc<Endpoint>> {
     if let Some(endpoint) = &*place {
         return Ok(Arc::clone(endpoint));
     }
-    let endpoint = started(|runtime| make_endpoint(&runtime.job))?;
+    let endpoint = started(|runtime| {
+        let calls: Arc<dyn Calls> = Arc::clone(&runtime.process_groups) as Arc<dyn Calls>;
+        make_endpoint(&runtime.job, Some(calls))
+    })?;
     Ok(Arc::clone(place.insert(Arc::new(endpoint))))
 }
 
-fn make_endpoint(job: &Arc<Job>) -> Result<Endpoint> {
+fn make_endpoint(job: &Arc<Job>, calls: Option<Arc<dyn Calls>>) -> Result<Endpoint> {
     let (ranks, topology) = (job.ranks(), &job.ranks().topology);
     let local_ranks = topology.local_ranks();
     let memory = ArenaMemory::new(Arc::clone(job.arenas()), topology.local_rank(), local_ranks.len());
     let names = Arc::clone(&ranks.names);
-    let peers = Peers { world: local_ranks.to_vec(), names, liveness: Box::new(ranks.local_processes()) };
+    let peers = Peers { world: local_ranks.to_vec(), names, liveness: Box::new(ranks.local_processes()), calls };
     let everyone = Members::World { size: topology.size(), me: topology.rank() };
     let hosts = job.take_messages().map(|network| {
         let job = Arc::clone(job);
@@ -77,7 +81,7 @@ impl Closed {
 /// Ends the sends and receives of this process. Those of other ranks from it fail, once they have what was sent. With
 /// `answers`, a rank that has sent and received nothing tells that to ranks of other hosts that wait for it, too.
 pub(super) fn close(job: &Arc<Job>, answers: bool) -> Closed {
-    let unused = || (answers && job.has_messages()).then(|| make_endpoint(job).map(Arc::new).ok()).flatten();
+    let unused = || (answers && job.has_messages()).then(|| make_endpoint(job, None).map(Arc::new).ok()).flatten();
     let endpoint = lock(&ENDPOINT).take().or_else(unused);
     if let Some(Err(error)) = endpoint.as_ref().map(|endpoint| endpoint.close()) {
         log_line(&error.to_string());
@@ -125,6 +129,7 @@ pub unsafe fn receive(
 /// As for [`Endpoint::send_now`].
 #[inline(always)]
 pub unsafe fn send_now(group: &Group, from: Spans, options: &MessageOptions<'_>) -> Result<()> {
+    group.note_waiting_for_messages();
     let messenger = messenger(group)?;
     // SAFETY: guaranteed by the caller.
     unsafe { messenger.endpoint().send_now(&group.message(messenger, options), from) }
@@ -139,6 +144,7 @@ pub unsafe fn send_now(group: &Group, from: Spans, options: &MessageOptions<'_>)
 /// As for [`Endpoint::receive_now`].
 #[inline(always)]
 pub unsafe fn receive_now(group: &Group, into: Spans, options: &MessageOptions<'_>) -> Result<Status> {
+    group.note_waiting_for_messages();
     let messenger = messenger(group)?;
     // SAFETY: guaranteed by the caller.
     unsafe { messenger.endpoint().receive_now(&group.message(messenger, options), into) }
@@ -156,6 +162,7 @@ pub unsafe fn exchange(
     (from, send): (Spans, &MessageOptions<'_>),
     (into, receive): (Spans, &MessageOptions<'_>),
 ) -> Result<Status> {
+    group.note_waiting_for_messages();
     let messenger = messenger(group)?;
     let (send, receive) = (group.message(messenger, send), group.message(messenger, receive));
     // SAFETY: guaranteed by the caller.

@@ -7,10 +7,11 @@
 //!
 //! Thread rule: any thread; one for a [`Running`].
 
+use std::any::Any;
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap, HashSet};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -30,8 +31,11 @@ const RANKS_A_LOOK: usize = 64;
 /// Ranks in a message.
 const MAX_SHOWN: usize = 16;
 
-/// The calls of this process, as the creation of a group sees them.
-pub trait Calls {
+/// The calls of this process, as the creation of a group and a receive see them, which wait for other ranks, too.
+pub trait Calls: Send + Sync {
+    /// Tells the other ranks, when they ask, that this thread waits in `what`, until the result is dropped.
+    fn wait_in(self: Arc<Self>, what: String) -> Box<dyn Any>;
+
     /// Lets calls of this rank's other groups notice that this rank waits. Called often.
     fn look(&self);
 
@@ -40,6 +44,9 @@ pub trait Calls {
 
     /// These calls will not be made: the ranks that wait for them, and this one, have waited for each other.
     fn give_up(&self);
+
+    /// Waits a while for the end of what the ranks exchange about such calls: then their errors come first.
+    fn settle(&self);
 }
 
 /// A creation under way.
@@ -178,6 +185,7 @@ impl Running<'_> {
         self.skip(&conflict);
         if conflict.iter().any(|(rank, wait)| wait.creation().is_none() && waiting.contains_key(rank)) {
             calls.give_up();
+            calls.settle();
         }
         Some(Error::Mismatch(describe(&conflict)))
     }
@@ -309,8 +317,6 @@ impl Drop for Running<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::cell::Cell;
-
     use super::super::store::MemoryStore;
     use super::*;
 
@@ -321,9 +327,13 @@ mod tests {
 
     /// The ranks that wait for calls, and these calls; and whether they will not be made.
     #[derive(Default)]
-    struct Waiting(HashMap<usize, String>, Cell<bool>);
+    struct Waiting(HashMap<usize, String>, AtomicBool);
 
     impl Calls for Waiting {
+        fn wait_in(self: Arc<Self>, _what: String) -> Box<dyn Any> {
+            Box::new(())
+        }
+
         fn look(&self) {}
 
         fn waiting_for_this_rank(&self) -> HashMap<usize, String> {
@@ -331,8 +341,10 @@ mod tests {
         }
 
         fn give_up(&self) {
-            self.1.set(true);
+            self.1.store(true, Ordering::Relaxed);
         }
+
+        fn settle(&self) {}
     }
 
     fn look(running: &Running<'_>, looks: usize) -> Option<Error> {
@@ -388,10 +400,14 @@ mod tests {
             for (rank, running) in running.iter().enumerate().filter_map(|(rank, each)| Some((rank, each.as_ref()?))) {
                 let waiting = calls.iter().filter(|(_, callee)| *callee == rank);
                 let calls = waiting.map(|(caller, _)| (*caller, format!("a call of rank {caller}")));
-                let calls = Waiting(calls.collect(), Cell::default());
+                let calls = Waiting(calls.collect(), AtomicBool::default());
                 if let Some(Error::Mismatch(text)) = running.conflict(looks, &calls) {
-                    assert_eq!(calls.1.get(), calls.0.values().any(|call| text.contains(call)), "{text}");
-                    ended.push(if calls.1.get() { 10 + rank } else { rank });
+                    assert_eq!(
+                        calls.1.load(Ordering::Relaxed),
+                        calls.0.values().any(|call| text.contains(call)),
+                        "{text}"
+                    );
+                    ended.push(if calls.1.load(Ordering::Relaxed) { 10 + rank } else { rank });
                 }
             }
         }
@@ -414,7 +430,7 @@ mod tests {
         let store = MemoryStore::default();
         let ranks: Vec<Creations> = (0..2).map(Creations::new).collect();
         let one = ranks[1].start(&store, creation(8, &[0, 1], true));
-        let calls = Waiting(HashMap::from([(0, "a call".to_owned())]), Cell::default());
+        let calls = Waiting(HashMap::from([(0, "a call".to_owned())]), AtomicBool::default());
         let found = (0..2).find_map(|looks| one.conflict(looks, &calls));
         assert!(found.is_some() && !one.was_given_up());
         let zero = ranks[0].start(&store, creation(8, &[0, 1], true));

@@ -73,7 +73,7 @@ pub fn hosts_with(sizes: &[usize], shares: bool, lost: &Lost, networks: Vec<Thre
         for memory in HeapMemory::world(local_size, shares) {
             let first = world[0];
             let liveness = Box::new(LostFrom { lost: lost.clone(), first });
-            let peers = Peers { world: world.clone(), names: Arc::clone(&names), liveness };
+            let peers = Peers { world: world.clone(), names: Arc::clone(&names), liveness, calls: None };
             let group = Arc::new(Group { context: 7, size, failure: Mutex::default() });
             let scope = Arc::clone(&group) as Arc<dyn Scope>;
             let far = lost.clone();
