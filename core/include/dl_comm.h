@@ -276,10 +276,10 @@ struct dl_comm_device;
 #define DL_COMM_ON_WAIT 2
 
 /* A call. Set it to zero bytes and `size` to sizeof(dl_comm_call_t) first: later versions add fields at the end.
- * - `send_counts`: the lengths of the blocks, if they differ; the list has one tensor, whose `length` is ignored. An
- *   entry for each rank: of the block that the rank contributes (ALLGATHER, GATHER) or receives (SCATTER,
- *   REDUCE_SCATTER), equal on all ranks. For ALLTOALL, of the blocks that this rank sends, and `receive_counts` of
- * those that it receives; every pair of ranks must agree.
+ * - `send_counts`: the lengths of the blocks, if they differ; `length` of the tensors is ignored. An entry for each
+ *   tensor and rank, those of the first tensor first: of the block that the rank contributes (ALLGATHER, GATHER) or
+ *   receives (SCATTER, REDUCE_SCATTER), equal on all ranks. For ALLTOALL, of the blocks that this rank sends, and
+ *   `receive_counts` of those that it receives; every pair of ranks must agree.
  * - `flags`: 0, or DL_COMM_BY_NAME and DL_COMM_ON_WAIT added.
  * - `name`: part of the signature and of messages; may be NULL.
  * - `timeout`: the deadline in seconds; 0 for the group's, negative for none.
@@ -288,13 +288,13 @@ struct dl_comm_device;
  * - `done`: dl_comm_start only; called once when the call has ended, with 0 or an error code and its message, on a
  *   thread of the group, or on one that starts or waits for a call of the group. It must not block, and may start
  *   calls. dl_comm_wait and dl_comm_test of other threads see the end after `done` has returned.
- * - `allocate`: ALLGATHER and ALLTOALL of host memory, where this rank does not know how long the others' blocks are:
- * the lengths travel inside the call. `length` is that of this rank's block of each tensor; for ALLTOALL `send_counts`
- * has an entry for each tensor and rank, those of the first tensor first. `receive_counts` and every `dst` are NULL.
- * When the lengths are known, it is called once, on a thread as for `done`: `lengths` has those of the blocks that
- * arrive, an entry for each tensor and rank, and it stores an address for each tensor in `results`, for its blocks in
- * the order of the ranks. It returns 0; another value is an error, with which the call fails on every rank. It must not
- * block, nor make calls. The lists may have several tensors. All ranks give `allocate`, or none. */
+ * - `allocate`: ALLGATHER, GATHER and ALLTOALL of host memory, where this rank does not know how long the others' blocks
+ *   are: the lengths travel inside the call. `length` is that of this rank's block of each tensor; `send_counts` is given
+ *   for ALLTOALL only. `receive_counts` and every `dst` are NULL. When the lengths are known, it is called once, on a
+ *   thread as for `done`: `lengths` has those of the blocks that arrive, an entry for each tensor and rank, and it stores
+ *   an address for each tensor in `results`, for its blocks in the order of the ranks. In GATHER it is called on every
+ *   rank, and the addresses of the root are used. It returns 0; another value is an error, with which the call fails on
+ *   every rank. It must not block, nor make calls. All ranks give `allocate`, or none. */
 typedef struct dl_comm_call {
   size_t size;
   int collective; /* dl_comm_collective_t */

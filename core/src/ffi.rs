@@ -473,7 +473,7 @@ unsafe fn start_collective(
             )?;
             let given = |counts: &'_ [usize]| (!counts.is_empty()).then(|| counts.to_vec());
             let (send, receive) = (given(call.send_counts), given(call.receive_counts));
-            let counts = request.counts(send.as_deref(), receive.as_deref())?;
+            let counts = request.counts(tensors.len(), send.as_deref(), receive.as_deref())?;
             Ok((group_of_number(call.group)?, request, counts, views(tensors, shapes)?))
         };
         let (group, request, counts, views) = match request() {

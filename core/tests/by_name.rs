@@ -299,22 +299,25 @@ fn two_forms_of_an_all_to_all_match() {
     for hosts in &WORLDS[1..] {
         patient(hosts).run(|rank| {
             let (size, mut sum) = (rank.size, [1f32; 10]);
-            let (input, mut output) = (vec![rank.rank as f32; 7 * size], vec![9f32; 7 * size]);
-            let bounds = || Bounds::new(&vec![7; size]).unwrap();
+            let (input, mut output) = (vec![rank.rank as f32; 14 * size], vec![9f32; 14 * size]);
+            let bounds = || vec![Bounds::new(&vec![7; size]).unwrap(); 2];
             let (len, counts) = match rank.rank {
                 0 => (0, Counts::Pairs { send: bounds(), receive: bounds() }),
                 _ => (7, Counts::Even),
             };
-            let buffer = Buffer::new(input.as_ptr().cast(), output.as_mut_ptr().cast(), len, DType::F32);
+            let list = input.chunks(7 * size).zip(output.chunks_mut(7 * size)).map(|(src, dst)| {
+                Tensor::new(Buffer::new(src.as_ptr().cast(), dst.as_mut_ptr().cast(), len, DType::F32), &[])
+            });
+            let list = list.collect();
             let options = CallOptions { name: "all".into(), by_name: true, counts, ..CallOptions::default() };
-            let exchange = || rank.start_with(Op::ALLTOALL, vec![vec![Tensor::new(buffer, &[])]], options);
+            let exchange = || rank.start_with(Op::ALLTOALL, vec![list], options);
             let reduce = |sum: &mut [f32]| rank.start_by_name(SUM, in_place(sum), "sum");
             let calls = match rank.rank {
                 0 => [exchange(), reduce(&mut sum)],
                 _ => [reduce(&mut sum), exchange()],
             };
             calls.into_iter().for_each(|call| call.recv().unwrap().unwrap());
-            assert!(output.iter().enumerate().all(|(index, &value)| value == (index / 7) as f32), "{output:?}");
+            assert!(output.iter().enumerate().all(|(index, &value)| value == (index / 7 % size) as f32), "{output:?}");
             assert_eq!(sum, [size as f32; 10]);
         });
     }

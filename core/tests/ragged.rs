@@ -1,4 +1,4 @@
-//! All-gathers and all-to-alls of which a rank knows only the lengths that it sends, on ranks that are threads.
+//! All-gathers, gathers and all-to-alls of which a rank knows only the lengths that it sends, on ranks that are threads.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;
@@ -47,9 +47,9 @@ fn length(from: usize, to: usize, tensor: usize) -> usize {
     (from * 3 + to * 2 + tensor) % 5
 }
 
-/// Receivers of a block: one for all in an all-gather.
+/// Receivers of a block: one for all in an all-gather or gather.
 fn receivers(op: Op, ranks: usize) -> usize {
-    if op == Op::ALLGATHER { 1 } else { ranks }
+    if op == Op::ALLTOALL { ranks } else { 1 }
 }
 
 fn start(group: &Arc<Group>, op: Op, ranks: usize, tensors: usize, options: CallOptions, fails: bool) -> Started {
@@ -81,7 +81,7 @@ fn start(group: &Arc<Group>, op: Op, ranks: usize, tensors: usize, options: Call
 }
 
 fn expected(op: Op, me: usize, ranks: usize, tensors: usize) -> Found {
-    let to = if op == Op::ALLGATHER { 0 } else { me };
+    let to = if op == Op::ALLTOALL { me } else { 0 };
     let lengths = (0..tensors).flat_map(|tensor| (0..ranks).map(move |from| length(from, to, tensor))).collect();
     let block = |tensor, from| (0..length(from, to, tensor)).map(move |index| value(from, to, tensor, index));
     let values = (0..tensors).map(|tensor| (0..ranks).flat_map(|from| block(tensor, from)).collect()).collect();
@@ -115,11 +115,15 @@ fn named(name: &str, by_name: bool) -> CallOptions {
 fn every_rank_gets_the_blocks_and_their_lengths() {
     for hosts in WORLDS {
         run(hosts, |group, ranks| {
-            for op in [Op::ALLGATHER, Op::ALLTOALL] {
+            for op in [Op::ALLGATHER, Op::gather(0), Op::gather(ranks - 1), Op::ALLTOALL] {
                 for tensors in [1, 3] {
                     for name in ["", "x"] {
                         let call = start(group, op, ranks, tensors, named(name, false), false);
-                        assert_eq!(call.wait().unwrap(), expected(op, group.rank(), ranks, tensors));
+                        let mut wanted = expected(op, group.rank(), ranks, tensors);
+                        if !op.has_output(group.rank()) {
+                            wanted.values.iter_mut().for_each(|values| values.fill(0));
+                        }
+                        assert_eq!(call.wait().unwrap(), wanted);
                     }
                 }
             }
@@ -213,6 +217,8 @@ fn lists_that_differ_fail_on_every_rank() {
     run(&[2], |group, ranks| {
         let tensors = 1 + group.rank();
         let error = start(group, Op::ALLGATHER, ranks, tensors, named("x", false), false).wait().unwrap_err();
+        assert!(matches!(error, Error::Mismatch(_)), "{error:?}");
+        let error = start(group, Op::gather(group.rank()), ranks, 1, named("x", false), false).wait().unwrap_err();
         assert!(matches!(error, Error::Mismatch(_)), "{error:?}");
         let error = start(group, Op::BARRIER, ranks, 1, named("x", false), false).wait().unwrap_err();
         assert!(matches!(error, Error::Invalid(_)), "{error:?}");

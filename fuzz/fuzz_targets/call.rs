@@ -18,9 +18,9 @@ struct Input {
     /// This rank; the number of hosts.
     me: u8,
     hosts: u8,
-    /// Lengths of blocks.
-    counts: Option<Vec<usize>>,
-    receive: Option<Vec<usize>>,
+    /// Lengths of blocks, of each tensor.
+    counts: Option<Vec<Vec<usize>>>,
+    receive: Option<Vec<Vec<usize>>>,
     /// By tower, the address (from a small range, so that tensors overlap), type, length and shape of each tensor. The
     /// memory is never read.
     towers: Vec<Vec<(u16, u8, Length, Vec<i64>)>>,
@@ -67,7 +67,7 @@ fuzz_target!(|input: Input| {
             slot,
         )
     };
-    let lengths = |lengths: &Vec<usize>| Bounds::new(lengths);
+    let lengths = |lists: &Vec<Vec<usize>>| lists.iter().map(|lengths| Bounds::new(lengths)).collect::<Option<Vec<_>>>();
     let counts = match (input.counts.as_ref().map(lengths), input.receive.as_ref().map(lengths)) {
         (Some(Some(send)), Some(Some(receive))) => Counts::Pairs { send, receive },
         (Some(Some(bounds)), None) => Counts::Ranks(bounds),

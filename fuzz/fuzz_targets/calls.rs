@@ -90,7 +90,7 @@ pub struct Collective {
     reduce: i8,
     root: i8,
     flags: bool,
-    /// Lengths of this rank's only block.
+    /// Lengths of this rank's only block of each tensor.
     send: Option<u16>,
     receive: Option<u16>,
     name: Option<String>,
@@ -107,11 +107,12 @@ impl Collective {
     /// `group` is NULL or valid.
     unsafe fn make(&self, group: *const CGroup) -> c_int {
         let (list, text) = (lists(&self.buffers), name(&self.name));
-        // A block fits the memory of the only tensor.
-        let length = list.buffers.first().map_or(0, |buffer| buffer.length).min(ARENA * 8) % (ARENA * 8);
-        let counts = |count: Option<u16>| count.map(|count| usize::from(count).min(length));
-        let (send, receive) = (counts(self.send), counts(self.receive));
-        let pointer_of = |count: &Option<usize>| count.as_ref().map_or(ptr::null(), ptr::from_ref);
+        // A block fits the memory of its tensor.
+        let longest = |buffer: &CBuffer| buffer.length.min(ARENA * 8) % (ARENA * 8);
+        let of_each = |count: u16| list.buffers.iter().map(|buffer| usize::from(count).min(longest(buffer))).collect();
+        let counts = |count: Option<u16>| count.map(of_each);
+        let (send, receive): (Option<Vec<usize>>, Option<Vec<usize>>) = (counts(self.send), counts(self.receive));
+        let pointer_of = |counts: &Option<Vec<usize>>| counts.as_ref().map_or(ptr::null(), |counts| counts.as_ptr());
         let size = self.words.map_or(size_of::<CCall>(), |words| usize::from(words % 40) * 8);
         let call = CCall {
             // No byte after the structure is read.

@@ -193,6 +193,46 @@ static void blocks_of_different_lengths(void) {
   }
 }
 
+/* Two tensors, each with counts of its own: rank r's block of tensor t has r or, of the second, 2 * (size - r)
+ * elements. */
+static void lists_with_counts(void) {
+  static int32_t src[2][4096], dst[2][4096];
+  dl_comm_buffer_t buffers[2];
+  size_t counts[2 * MOST];
+  for (size_t t = 0; t < 2; ++t) {
+    size_t total = 0;
+    for (int peer = 0; peer < size; ++peer) {
+      const size_t length = t == 0 ? (size_t)peer : (size_t)(2 * (size - peer));
+      counts[t * (size_t)size + (size_t)peer] = length;
+      for (size_t i = 0; i < length; ++i) src[t][total++] = (int32_t)i + peer + rank;
+    }
+    buffers[t] = buffer_of(src[t], dst[t], 0);
+  }
+  dl_comm_call_t call = call_on(DL_COMM_REDUCE_SCATTER, buffers);
+  call.count = 2;
+  call.send_counts = counts;
+  EXPECT(dl_comm_run(group, &call) == 0);
+  for (size_t t = 0; t < 2; ++t) {
+    for (size_t i = 0; i < counts[t * (size_t)size + (size_t)rank]; ++i)
+      EXPECT(dst[t][i] == size * ((int32_t)i + rank) + size * (size - 1) / 2);
+  }
+  if (size > 1) {
+    /* Counts that differ between the ranks. */
+    counts[2 * size - 1] += rank == 0;
+    REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_MISMATCH, "");
+    counts[2 * size - 1] -= rank == 0;
+  }
+  call.collective = DL_COMM_ALLGATHER;
+  EXPECT(dl_comm_run(group, &call) == 0);
+  for (size_t t = 0; t < 2; ++t) {
+    size_t position = 0;
+    for (int from = 0; from < size; ++from) {
+      for (size_t i = 0; i < counts[t * (size_t)size + (size_t)from]; ++i)
+        EXPECT(dst[t][position++] == src[t][i] - rank + from);
+    }
+  }
+}
+
 /* Room for the results of calls of unknown lengths. */
 typedef struct {
   size_t tensors, lengths[3 * MOST];
@@ -267,6 +307,14 @@ static void unknown_lengths(void) {
   EXPECT(dl_comm_run(group, &call) == 0);
   call.send_counts = sent;
   REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "allocate");
+  call = call_on(DL_COMM_GATHER, buffers);
+  call.root = size - 1;
+  call.allocate = allocate;
+  call.context = &room;
+  EXPECT(dl_comm_run(group, &call) == 0);
+  /* The input is that of the last ALLTOALL. */
+  for (int from = 0; from < size; ++from) EXPECT(room.lengths[from] == (size_t)(size * from + size * (size - 1) / 2));
+  EXPECT(rank != size - 1 || size < 2 || room.values[0][room.lengths[0]] == element(1, 0, 0));
   call = call_on(DL_COMM_BROADCAST, buffers);
   call.allocate = allocate;
   REFUSED(dl_comm_run(group, &call), DL_COMM_ERROR_INVALID, "lengths");
@@ -556,6 +604,7 @@ int main(void) {
     }
   }
   blocks_of_different_lengths();
+  lists_with_counts();
   unknown_lengths();
   many_in_flight();
   on_wait();

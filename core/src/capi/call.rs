@@ -32,9 +32,9 @@ pub struct CCall {
     pub buffers: *const CBuffer,
     /// The number of tensors.
     pub count: usize,
-    /// The lengths of the blocks that this rank sends, or of all ranks' blocks, or null.
+    /// The lengths of the blocks that this rank sends, or of all ranks' blocks, of each tensor, or null.
     pub send_counts: *const usize,
-    /// The lengths of the blocks that this rank receives, or null.
+    /// The lengths of the blocks that this rank receives, of each tensor, or null.
     pub receive_counts: *const usize,
     /// The name, or null.
     pub name: *const c_char,
@@ -229,14 +229,16 @@ impl<'a> CallReader<'a> {
     /// [`Error::Invalid`] for counts that the collective does not take.
     ///
     /// # Safety
-    /// As for [`CallReader::new`]; the counts have `ranks` entries.
+    /// As for [`CallReader::new`]; the counts have `ranks` entries for each tensor.
     pub unsafe fn options(&self, request: CollectiveRequest, ranks: usize) -> Result<CallOptions> {
         // SAFETY: the caller's promise.
+        let tensors = self.views.len();
+        // SAFETY: the caller's promise.
         let lengths = |counts: *const usize, name: &str| unsafe {
-            (!counts.is_null()).then(|| array(counts, ranks, name)).transpose()
+            (!counts.is_null()).then(|| array(counts, tensors * ranks, name)).transpose()
         };
         let send = lengths(self.call.send_counts, "send_counts")?;
-        let counts = request.counts(send, lengths(self.call.receive_counts, "receive_counts")?)?;
+        let counts = request.counts(tensors, send, lengths(self.call.receive_counts, "receive_counts")?)?;
         Ok(CallOptions { name: self.name.clone().into_owned(), counts, ..self.common_options() })
     }
 

@@ -1,4 +1,4 @@
-//! Where the blocks of a call lie in the slots, and in the tensors. Pure.
+//! Where the blocks of a call lie in the slots. Pure.
 //!
 //! In a [`Pattern::Line`] call every slot has the same bytes of the wire. In the others a slot is cut into compartments
 //! of equal size, and a compartment holds one chunk of one block:
@@ -10,10 +10,8 @@
 //! So between hosts the blocks of a shard that go to or come from one host are adjacent.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use super::operation::{Op, Pattern};
-use crate::error::{Error, Result};
+use super::operation::Pattern;
 use crate::topology::{Position, Topology};
 use crate::wire_layout::ALIGN;
 
@@ -104,118 +102,6 @@ pub(super) fn received(topology: &Topology, rank: usize, to: usize) -> (usize, u
     let shards: usize =
         shards_before(topology, shard).map(|shard| num_received(topology, shard, topology.host())).sum();
     (shard % topology.local_size(), topology.size() + shards + sender * topology.local_size() + to)
-}
-
-/// Consecutive blocks of different lengths.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bounds(Arc<[usize]>);
-
-impl Bounds {
-    /// Blocks with these lengths; `None` if they are longer than memory can be.
-    pub fn new(lengths: &[usize]) -> Option<Bounds> {
-        let mut bounds = vec![0; lengths.len() + 1];
-        for (index, length) in lengths.iter().enumerate() {
-            bounds[index + 1] = length.checked_add(bounds[index])?;
-        }
-        Some(Bounds(bounds.into()))
-    }
-
-    /// The number of blocks.
-    pub fn blocks(&self) -> usize {
-        self.0.len() - 1
-    }
-
-    /// The elements of block `index`.
-    pub(super) fn block(&self, index: usize) -> Range<usize> {
-        self.0[index]..self.0[index + 1]
-    }
-
-    fn longest(&self) -> usize {
-        (0..self.blocks()).map(|index| self.block(index).len()).max().unwrap_or(0)
-    }
-
-    /// The ends of the blocks, for signatures.
-    pub(super) fn ends(&self) -> &[usize] {
-        &self.0[1..]
-    }
-}
-
-/// The number of elements of each rank's block.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Counts {
-    /// All blocks of a tensor are equally long.
-    #[default]
-    Even,
-    /// Block r belongs to rank r; the same on all ranks.
-    Ranks(Bounds),
-    /// This rank's blocks for, and from, each rank.
-    Pairs {
-        /// By receiver.
-        send: Bounds,
-        /// By sender.
-        receive: Bounds,
-    },
-}
-
-impl Counts {
-    /// The lengths that a caller gives for `op`, an entry for each rank: `send` of the blocks that this rank sends, or of
-    /// all ranks' blocks; `receive` of those that it receives from each rank.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for lengths that `op` does not take.
-    pub fn from_lists(op: Op, send: Option<&[usize]>, receive: Option<&[usize]>) -> Result<Counts> {
-        let bounds = |lengths: &[usize], name: &str| {
-            Bounds::new(lengths).ok_or_else(|| Error::Invalid(format!("{name} are longer than memory can be")))
-        };
-        match (op.pattern(), send, receive) {
-            (_, None, None) => Ok(Counts::Even),
-            (Pattern::Exchange, send, receive) => {
-                let given = |lengths: Option<&[usize]>, name: &str| match lengths {
-                    Some(lengths) => bounds(lengths, name),
-                    None => Err(Error::Invalid(format!("{} takes send_counts and receive_counts", op.title()))),
-                };
-                Ok(Counts::Pairs { send: given(send, "send_counts")?, receive: given(receive, "receive_counts")? })
-            }
-            (_, None, Some(_)) => Err(Error::Invalid(format!("{} takes its counts as send_counts", op.title()))),
-            (_, Some(send), _) => Ok(Counts::Ranks(bounds(send, "send_counts")?)),
-        }
-    }
-
-    /// The elements of the block for `peer` in an input of rank `me`. `len` is the length of an even block.
-    pub(super) fn sent(&self, pattern: Pattern, me: usize, peer: usize, len: usize) -> Range<usize> {
-        match self {
-            Counts::Pairs { send, .. } => send.block(peer),
-            _ => self.block(matches!(pattern, Pattern::Scatter | Pattern::Exchange), me, peer, len),
-        }
-    }
-
-    /// The elements of the block from `peer` in an output of rank `me`.
-    pub(super) fn received(&self, pattern: Pattern, me: usize, peer: usize, len: usize) -> Range<usize> {
-        match self {
-            Counts::Pairs { receive, .. } => receive.block(peer),
-            _ => self.block(matches!(pattern, Pattern::Gather | Pattern::Exchange), me, peer, len),
-        }
-    }
-
-    /// The block of `peer` in a tensor with a block for each rank (`split`), or the only block, that of `me`.
-    #[inline]
-    fn block(&self, split: bool, me: usize, peer: usize, len: usize) -> Range<usize> {
-        match self {
-            Counts::Ranks(bounds) if split => bounds.block(peer),
-            Counts::Ranks(bounds) => 0..bounds.block(me).len(),
-            _ if split => peer * len..(peer + 1) * len,
-            _ => 0..len,
-        }
-    }
-
-    /// The length of the longest block that this rank sends or receives.
-    pub(super) fn longest(&self, len: usize) -> usize {
-        match self {
-            Counts::Even => len,
-            Counts::Ranks(bounds) => bounds.longest(),
-            Counts::Pairs { send, receive } => send.longest().max(receive.longest()),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -7,9 +7,9 @@ mod signature;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::blocks::Counts;
 use super::call_config::CallConfig;
 use super::check::{check, extents};
+use super::counts::Counts;
 use super::operation::{Op, Pattern};
 use super::selection::{MAX_CONCURRENT_TENSORS, PathLimits, chunk_bytes};
 use super::tensor_names::TensorNames;
@@ -26,7 +26,7 @@ use crate::wire_layout::{ALIGN, WireLayout};
 pub struct Call {
     /// The operation.
     pub op: Op,
-    /// The position of the tensors on the wire.
+    /// The position of the tensors on the wire; of the longest block that this rank knows, if they differ.
     pub layout: WireLayout,
     /// Equal on all ranks if the calls match. Different calls have different signatures, except for hash collisions.
     pub signature: u64,
@@ -34,6 +34,8 @@ pub struct Call {
     pub list_hash: u64,
     replicas: Vec<Vec<Tensor>>,
     counts: Counts,
+    /// Those of the blocks by rank, for each of `Counts::lists`.
+    block_layouts: Vec<Vec<WireLayout>>,
     /// The same on all ranks.
     channels: usize,
     limits: PathLimits,
@@ -67,12 +69,16 @@ impl Call {
         let names = TensorNames::from(names);
         check(op, &replicas, &counts, &names, &config)?;
         let wire_is_acc = op.is_allreduce() && replicas.len() > 1;
-        let mut lengths = lengths(replicas.first().map_or(&[], Vec::as_slice));
-        lengths.iter_mut().for_each(|(_, len)| *len = counts.longest(*len));
+        let even = lengths(replicas.first().map_or(&[], Vec::as_slice));
+        let block_lengths = counts.block_lengths(&even);
         let acc_f64 = config.acc_f64;
         let wire_size = |dtype| Reduction { op: op.reduce, dtype, acc_f64, wire_is_acc, divisor: 1 }.wire_size();
         let bytes = |&(dtype, len): &(DType, usize)| len.checked_mul(wire_size(dtype));
-        let total = lengths.iter().try_fold(0usize, |total, tensor| total.checked_add(bytes(tensor)?));
+        let block_bytes = |block: &Vec<(DType, usize)>| {
+            block.iter().try_fold(0usize, |total, tensor| total.checked_add(bytes(tensor)?))
+        };
+        let mut blocks_of_all = block_lengths.iter().flatten().chain(block_lengths.is_empty().then_some(&even));
+        let total = blocks_of_all.try_fold(0usize, |longest, block| Some(longest.max(block_bytes(block)?)));
         let blocks = if op.pattern() == Pattern::Line { 1 } else { config.ranks };
         // Half of the address space leaves room for rounding up.
         let volume = total
@@ -94,7 +100,10 @@ impl Call {
         let channels = config.max_channels;
         let limits = config.limits.of(op);
         let chunk = chunk_bytes(op, knows_length.then_some(total), limits, channels, max_chunk);
-        let layout = WireLayout::new(&lengths, wire_size, chunk);
+        let layout = |block: &Vec<(DType, usize)>| WireLayout::new(block, wire_size, chunk);
+        let block_layouts: Vec<Vec<_>> = block_lengths.iter().map(|list| list.iter().map(layout).collect()).collect();
+        let longest = block_layouts.iter().flatten().max_by_key(|layout| layout.total());
+        let layout = longest.cloned().unwrap_or_else(|| layout(&even));
         let name = name.to_owned();
         let mut call = Call {
             op,
@@ -103,6 +112,7 @@ impl Call {
             list_hash: 0,
             replicas,
             counts,
+            block_layouts,
             channels,
             limits,
             config,
@@ -192,12 +202,24 @@ impl Call {
     /// The elements of `tensor` in the block that `rank` sends to `peer`. `rank` is this rank unless all ranks know the
     /// lengths.
     pub fn sent(&self, tensor: usize, rank: usize, peer: usize) -> Range<usize> {
-        self.counts.sent(self.op.pattern(), rank, peer, self.replicas[0][tensor].buffer.len())
+        self.counts.of(tensor).sent(self.op.pattern(), rank, peer, self.replicas[0][tensor].buffer.len())
     }
 
     /// The elements of `tensor` in the block that `rank` receives from `peer`, as in [`Call::sent`].
     pub fn received(&self, tensor: usize, rank: usize, peer: usize) -> Range<usize> {
-        self.counts.received(self.op.pattern(), rank, peer, self.replicas[0][tensor].buffer.len())
+        self.counts.of(tensor).received(self.op.pattern(), rank, peer, self.replicas[0][tensor].buffer.len())
+    }
+
+    /// The layout of the block that `sender` sends to `receiver`, of which this rank is one unless all ranks know the
+    /// lengths.
+    pub(super) fn block_layout(&self, sender: usize, receiver: usize) -> &WireLayout {
+        let (list, rank) = match (&self.counts, self.op.pattern()) {
+            (Counts::Even, _) => return &self.layout,
+            (Counts::Ranks(_), Pattern::Gather) => (0, sender),
+            (Counts::Pairs { .. }, _) if sender != self.config.rank => (1, sender),
+            (Counts::Ranks(_) | Counts::Pairs { .. }, _) => (0, receiver),
+        };
+        &self.block_layouts[list][rank]
     }
 
     /// Whether the ranks must agree on the length of the longest block before they move data.
@@ -255,8 +277,8 @@ impl Call {
 
     /// The addresses that this rank uses, and whether it writes them.
     pub(crate) fn memory(&self) -> impl Iterator<Item = (Range<usize>, bool)> {
-        let ranges = self.replicas.iter().flatten().flat_map(|tensor| {
-            let (read, written) = extents(self.op, &tensor.buffer, &self.counts, &self.config);
+        let ranges = self.replicas.iter().flat_map(|tower| tower.iter().enumerate()).flat_map(|(index, tensor)| {
+            let (read, written) = extents(self.op, &tensor.buffer, self.counts.of(index), &self.config);
             [(tensor.buffer.source_bytes(0..read), false), (tensor.buffer.destination_bytes(0..written), true)]
         });
         ranges.filter(|(range, _)| !range.is_empty())
@@ -269,7 +291,7 @@ impl Call {
 
     /// The numbers of elements of a tensor's source and destination that this rank reads and writes.
     pub(in crate::collective) fn extents(&self, tensor: usize) -> (usize, usize) {
-        extents(self.op, &self.replicas[0][tensor].buffer, &self.counts, &self.config)
+        extents(self.op, &self.replicas[0][tensor].buffer, self.counts.of(tensor), &self.config)
     }
 
     /// Size of a slot in bytes.

@@ -2,8 +2,8 @@
 
 use smallvec::SmallVec;
 
-use super::blocks::{Bounds, Counts};
 use super::call_config::CallConfig;
+use super::counts::{Bounds, Counts, TensorCounts};
 use super::operation::{Op, Pattern, Root};
 use super::tensor_names::TensorNames;
 use crate::buffer::{Buffer, Tensor};
@@ -47,7 +47,7 @@ pub(super) fn check(
         }
         for (index, (tensor, expected)) in tensors.iter().zip(first).enumerate() {
             let title = || tensor_title(index, names.lines().nth(index).unwrap_or(""));
-            check_memory(op, &tensor.buffer, counts, config)
+            check_memory(op, &tensor.buffer, counts.of(index), config)
                 .map_err(|error| Error::Invalid(format!("{}: {error}", title())))?;
             if op.collective.reduces {
                 let known = op.reduce.check(tensor.buffer.dtype());
@@ -69,23 +69,23 @@ pub(super) fn check(
 
 /// Rejects counts that do not fit the collective.
 fn check_counts(op: Op, counts: &Counts, tensors: usize, ranks: usize) -> Result<()> {
-    let bounds: &[&Bounds] = match (counts, op.pattern()) {
+    match (counts, op.pattern()) {
         (Counts::Even, _) => return Ok(()),
-        (Counts::Ranks(bounds), Pattern::Gather | Pattern::Scatter) => &[bounds],
-        (Counts::Pairs { send, receive }, Pattern::Exchange) => &[send, receive],
+        (Counts::Ranks(_), Pattern::Gather | Pattern::Scatter) | (Counts::Pairs { .. }, Pattern::Exchange) => {}
         _ => return Err(Error::Invalid(format!("{} has no such counts of elements", op.title()))),
-    };
-    if tensors != 1 {
-        return Err(Error::Invalid(format!("counts of elements need a list of one tensor, not {tensors}")));
     }
-    match bounds.iter().find(|bounds| bounds.blocks() != ranks) {
+    let lists = counts.lists();
+    if let Some(list) = lists.iter().find(|list| list.len() != tensors) {
+        return Err(Error::Invalid(format!("there are counts of {} tensors; the list has {tensors}", list.len())));
+    }
+    match lists.into_iter().flatten().find(|bounds: &&Bounds| bounds.blocks() != ranks) {
         None => Ok(()),
         Some(bounds) => Err(Error::Invalid(format!("there are {} counts for {ranks} ranks", bounds.blocks()))),
     }
 }
 
 /// The numbers of elements of the source and the destination.
-pub(super) fn extents(op: Op, buffer: &Buffer, counts: &Counts, config: &CallConfig) -> (usize, usize) {
+pub(super) fn extents(op: Op, buffer: &Buffer, counts: TensorCounts<'_>, config: &CallConfig) -> (usize, usize) {
     let (pattern, me, last) = (op.pattern(), config.rank, config.ranks - 1);
     let sent = counts.sent(pattern, me, last, buffer.len()).end;
     let received = counts.received(pattern, me, last, buffer.len()).end;
@@ -94,7 +94,7 @@ pub(super) fn extents(op: Op, buffer: &Buffer, counts: &Counts, config: &CallCon
 
 /// Checks the addresses of a tensor for what this rank reads and writes.
 #[inline]
-pub(super) fn check_memory(op: Op, buffer: &Buffer, counts: &Counts, config: &CallConfig) -> Result<()> {
+pub(super) fn check_memory(op: Op, buffer: &Buffer, counts: TensorCounts<'_>, config: &CallConfig) -> Result<()> {
     if op.pattern() == Pattern::Line && op.has_output(config.rank) {
         return buffer.check();
     }
@@ -111,7 +111,7 @@ pub(super) fn is_plain(op: Op, buffer: &Buffer, config: &CallConfig) -> bool {
     let is_line = op.pattern() == Pattern::Line;
     let (read, written) = match is_line && op.has_output(config.rank) {
         true => (buffer.len(), buffer.len()),
-        false => extents(op, buffer, &Counts::Even, config),
+        false => extents(op, buffer, TensorCounts::Even, config),
     };
     let (size, align) = (buffer.dtype().size(), buffer.dtype().align());
     let (src, dst) = (buffer.source_at(0).addr(), buffer.dst().addr());
@@ -132,7 +132,7 @@ pub(super) fn check_overlap(op: Op, replicas: &[Vec<Tensor>], counts: &Counts, c
     let (pattern, me) = (op.pattern(), config.rank);
     let mut spans = SmallVec::<[_; 8]>::new();
     for (index, tensor) in replicas.iter().flat_map(|tower| tower.iter().enumerate()) {
-        let buffer = &tensor.buffer;
+        let (buffer, counts) = (&tensor.buffer, counts.of(index));
         let (read, written) = extents(op, buffer, counts, config);
         let (read, written) = (buffer.source_bytes(0..read), buffer.destination_bytes(0..written));
         let own_read = buffer.source_bytes(counts.sent(pattern, me, me, buffer.len()));
@@ -217,7 +217,7 @@ mod tests {
             let buffer = Buffer::new(std::ptr::without_provenance(src), std::ptr::without_provenance_mut(dst), len, dtype);
             let replicas = [vec![Tensor::new(buffer, &[])]];
             // `check_overlap` adds up addresses that `check_memory` has found valid.
-            let passes = check_memory(op, &buffer, &Counts::Even, &config).is_ok()
+            let passes = check_memory(op, &buffer, TensorCounts::Even, &config).is_ok()
                 && check_overlap(op, &replicas, &Counts::Even, &config).is_ok();
             prop_assert!(passes || !is_plain(op, &buffer, &config));
             // Separate memory, or one tensor in place, takes the quick way.

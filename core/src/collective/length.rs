@@ -15,8 +15,8 @@ use crate::transport::WaitContext;
 struct Lengths {
     /// Bytes of its longest block.
     longest: u64,
-    /// The sum of a hash of (sender, receiver, elements) over its sends, minus that over its receives. These sums add
-    /// up to 0 if each pair agrees.
+    /// The sum of a hash of (tensor, sender, receiver, elements) over its sends, minus that over its receives. These sums
+    /// add up to 0 if each pair agrees.
     balance: u64,
 }
 
@@ -68,34 +68,40 @@ fn agree_on_length(channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_
 }
 
 fn balance(call: &Call, me: usize, ranks: usize) -> u64 {
-    let hash = |sender: usize, receiver: usize, elements: usize| {
-        xxh3_64(&[sender, receiver, elements].map(|number| (number as u64).to_le_bytes()).concat())
-    };
-    (0..ranks).fold(0u64, |sum, peer| {
-        sum.wrapping_add(hash(me, peer, call.sent(0, me, peer).len())).wrapping_sub(hash(
-            peer,
-            me,
-            call.received(0, me, peer).len(),
-        ))
+    let hash = |numbers: [usize; 4]| xxh3_64(numbers.map(|number| (number as u64).to_le_bytes()).as_flattened());
+    blocks(call, ranks).fold(0u64, |sum, (tensor, peer)| {
+        let sent = hash([tensor, me, peer, call.sent(tensor, me, peer).len()]);
+        let received = hash([tensor, peer, me, call.received(tensor, me, peer).len()]);
+        sum.wrapping_add(sent).wrapping_sub(received)
     })
 }
 
-/// The first pair that differs, in words; without numbers if there are too many ranks to exchange all counts.
+/// Each tensor with each peer.
+fn blocks(call: &Call, ranks: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..call.tensors(0).len()).flat_map(move |tensor| (0..ranks).map(move |peer| (tensor, peer)))
+}
+
+/// The first pair that differs, in words; without numbers if there are too many ranks or tensors to exchange all counts.
 fn find_difference(channel: &mut Channel, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<String> {
     /// Bytes of a count in an exchanged value, at most.
     const COUNT_BYTES: usize = 10;
     let (me, ranks) = (channel.topology.rank(), channel.topology.size());
-    let fits = 2 * ranks * COUNT_BYTES < max_value_bytes(channel);
-    let rows: Vec<(usize, usize)> = (0..if fits { ranks } else { 0 })
-        .map(|peer| (call.sent(0, me, peer).len(), call.received(0, me, peer).len()))
+    let tensors = call.tensors(0).len();
+    let fits = 2 * ranks * tensors * COUNT_BYTES < max_value_bytes(channel);
+    let rows: Vec<(usize, usize)> = blocks(call, if fits { ranks } else { 0 })
+        .map(|(tensor, peer)| (call.sent(tensor, me, peer).len(), call.received(tensor, me, peer).len()))
         .collect();
     let merge = |rows: Vec<Vec<(usize, usize)>>| {
-        let pairs = (0..rows.len()).flat_map(|sender| (0..rows[sender].len()).map(move |receiver| (sender, receiver)));
-        let sizes = |(sender, receiver): (usize, usize)| (rows[sender][receiver].0, rows[receiver][sender].1);
-        let different = pairs.map(|pair| (pair, sizes(pair))).find(|(_, (sent, expected))| sent != expected);
-        match different {
-            Some(((sender, receiver), (sent, expected))) => {
-                format!("rank {sender} sends {sent} elements to rank {receiver}, which expects {expected}")
+        let pairs = (0..ranks).flat_map(|sender| blocks(call, ranks).map(move |(tensor, peer)| (tensor, sender, peer)));
+        let sizes = |(tensor, sender, receiver): (usize, usize, usize)| {
+            let count = |rank: usize, peer: usize| rows.get(rank)?.get(tensor * ranks + peer);
+            Some((count(sender, receiver)?.0, count(receiver, sender)?.1))
+        };
+        let mut sizes = pairs.filter_map(|pair| Some((pair, sizes(pair)?)));
+        match sizes.find(|(_, (sent, expected))| sent != expected) {
+            Some(((tensor, sender, receiver), (sent, expected))) => {
+                let of = if tensors > 1 { format!(" of tensor {tensor}") } else { String::new() };
+                format!("rank {sender} sends {sent} elements{of} to rank {receiver}, which expects {expected}")
             }
             None => "a rank sends another number of elements than its peer expects".to_owned(),
         }

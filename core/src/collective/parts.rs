@@ -61,17 +61,18 @@ pub(super) fn for_line(call: &Call, chunk: usize, range: Range<usize>, slot: usi
     call.layout.ranges(chunk, range).for_each(|piece| work(Part::new(call, piece, Place::Slot(slot), piece.offset)));
 }
 
-/// Calls `work` with the parts of a block in chunk `chunk`, whose elements of each tensor are `elements`; its other place is
-/// compartment `compartment` of the slot of local rank `slot`.
+/// Calls `work` with the parts in chunk `chunk` of the block that `sender` sends to `receiver`, whose elements of each tensor
+/// are `elements`; its other place is compartment `compartment` of the slot of local rank `slot`.
 fn for_block(
     call: &Call,
     chunk: usize,
+    (sender, receiver): (usize, usize),
     elements: impl Fn(usize) -> Range<usize>,
     (slot, compartment): (usize, usize),
     mut work: impl FnMut(Part),
 ) {
     let start = compartment * call.compartment();
-    block_ranges(call, chunk, elements)
+    block_ranges(call.block_layout(sender, receiver), chunk, elements)
         .for_each(|piece| work(Part::new(call, piece, Place::Slot(slot), start + piece.offset)));
 }
 
@@ -84,7 +85,7 @@ pub(super) fn for_packed(call: &Call, topology: &Topology, chunk: usize, mut wor
     // Between hosts the shards also read this rank's own block, unless it only moves.
     let keeps_own = topology.hosts() == 1 || !call.op.collective.reduces;
     let mut block = |peer: usize, place: (usize, usize)| {
-        for_block(call, chunk, |tensor| call.sent(tensor, me, peer), place, &mut work);
+        for_block(call, chunk, (me, peer), |tensor| call.sent(tensor, me, peer), place, &mut work);
     };
     match call.op.pattern() {
         Pattern::Line => for_line(call, chunk, 0..call.layout.chunk_len(chunk), own, work),
@@ -141,14 +142,14 @@ pub(super) fn for_taken_blocks(call: &Call, topology: &Topology, chunk: usize, m
                 None => received(topology, peer, topology.local_rank()),
             },
         };
-        for_block(call, chunk, |tensor| call.received(tensor, me, peer), place, &mut work);
+        for_block(call, chunk, (peer, me), |tensor| call.received(tensor, me, peer), place, &mut work);
     }
 }
 
 /// Calls `work` with the parts of this rank's own block in chunk `chunk`, which goes from its input to its output.
 pub(super) fn for_own_block(call: &Call, topology: &Topology, chunk: usize, mut work: impl FnMut(Part)) {
     let me = topology.rank();
-    for piece in block_ranges(call, chunk, |tensor| call.received(tensor, me, me)) {
+    for piece in block_ranges(call.block_layout(me, me), chunk, |tensor| call.received(tensor, me, me)) {
         let skipped = piece.first - call.received(piece.tensor, me, me).start;
         let read = call.sent(piece.tensor, me, me).start + skipped;
         let size = call.tensors(0)[piece.tensor].buffer.dtype().size();
@@ -166,9 +167,8 @@ pub(super) fn for_reduced(call: &Call, topology: &Topology, chunk: usize, mut wo
         Pattern::Line => 0,
         _ => scattered(topology, me) * call.compartment(),
     };
-    for TensorRange { tensor, first, count, offset, .. } in
-        block_ranges(call, chunk, |tensor| call.received(tensor, me, me))
-    {
+    let own = |tensor| call.received(tensor, me, me);
+    for TensorRange { tensor, first, count, offset, .. } in block_ranges(call.block_layout(me, me), chunk, own) {
         let read = call.sent(tensor, me, me).start + first;
         work(ReducedPart { tensor, read, written: first, count, offset: from + offset });
     }

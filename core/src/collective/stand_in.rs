@@ -6,10 +6,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::blocks::Counts;
 use super::call::{Call, lengths};
 use super::call_config::CallConfig;
 use super::channel::Channel;
+use super::counts::Counts;
 use super::operation::Op;
 use super::value_allgather::{allgather_merge, max_value_bytes};
 use crate::buffer::{Buffer, Tensor};

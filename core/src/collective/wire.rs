@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use super::blocks::{Counts, gathered_shard};
+use super::blocks::gathered_shard;
 use super::call::Call;
 use super::operation::Pattern;
 use crate::topology::Topology;
-use crate::wire_layout::{DtypeRun, TensorRange, slice};
+use crate::wire_layout::{DtypeRun, TensorRange, WireLayout, slice};
 
 /// The slice of a chunk that `shard` completes, in bytes of a slot; empty in an exchange.
 pub(super) fn shard_range(topology: &Topology, call: &Call, chunk: usize, shard: usize) -> Range<usize> {
@@ -61,52 +61,33 @@ pub(super) fn runs<'a>(
     let stride = call.compartment();
     let blocks = if is_line { 0..0 } else { range.start / stride..range.end / stride };
     let blocks = blocks.flat_map(move |compartment| {
-        let (from, valid) =
-            (compartment * stride, block_len(call, topology.shard_order()[first + compartment - start], chunk));
-        call.layout.runs(chunk, 0..call.layout.chunk_len(chunk)).filter_map(move |run| {
-            let end = run.bytes.end.min(valid);
-            let bytes = from + run.bytes.start..from + end;
-            (run.bytes.start < end).then_some(DtypeRun { dtype: run.dtype, bytes })
-        })
+        let (from, rank) = (compartment * stride, topology.shard_order()[first + compartment - start]);
+        let layout = call.block_layout(rank, rank);
+        let at = move |bytes: Range<usize>| from + bytes.start..from + bytes.end;
+        let runs = layout.runs(chunk, 0..layout.chunk_len(chunk));
+        runs.map(move |DtypeRun { dtype, bytes }| DtypeRun { dtype, bytes: at(bytes) })
     });
     line.chain(blocks)
 }
 
-/// Bytes of chunk `chunk` of the block of `rank` in a gather or scatter.
-fn block_len(call: &Call, rank: usize, chunk: usize) -> usize {
-    match call.counts() {
-        Counts::Even => call.layout.chunk_len(chunk),
-        _ => {
-            let elements = match call.op.pattern() {
-                Pattern::Gather => call.received(0, rank, rank),
-                _ => call.sent(0, rank, rank),
-            };
-            let bytes = elements.len() * call.tensors(0)[0].buffer.dtype().size();
-            bytes.saturating_sub(chunk * call.layout.chunk_size()).min(call.layout.chunk_size())
-        }
-    }
-}
-
-/// The parts of chunk `chunk` of a block whose elements of each tensor are `elements`. Offsets are relative to the
-/// block's compartment, `first` to the tensor's memory.
+/// The parts of chunk `chunk` of a block with this layout whose elements of each tensor are `elements`. Offsets are
+/// relative to the block's compartment, `first` to the tensor's memory.
 pub(super) fn block_ranges(
-    call: &Call,
+    layout: &WireLayout,
     chunk: usize,
     elements: impl Fn(usize) -> Range<usize>,
 ) -> impl Iterator<Item = TensorRange> {
-    block_part(call, chunk, 0..call.layout.chunk_len(chunk), elements)
+    block_part(layout, chunk, 0..layout.chunk_len(chunk), elements)
 }
 
-/// As [`block_ranges`], of bytes `part` of the chunk, cut as in [`crate::wire_layout::WireLayout::ranges`].
+/// As [`block_ranges`], of bytes `part` of the chunk, cut as in [`WireLayout::ranges`].
 pub(super) fn block_part(
-    call: &Call,
+    layout: &WireLayout,
     chunk: usize,
     part: Range<usize>,
     elements: impl Fn(usize) -> Range<usize>,
 ) -> impl Iterator<Item = TensorRange> {
-    call.layout.ranges(chunk, part).filter_map(move |piece| {
-        let block = elements(piece.tensor);
-        let count = (piece.first + piece.count).min(block.len()).saturating_sub(piece.first);
-        (count > 0).then_some(TensorRange { first: block.start + piece.first, count, ..piece })
-    })
+    layout
+        .ranges(chunk, part)
+        .map(move |piece| TensorRange { first: elements(piece.tensor).start + piece.first, ..piece })
 }

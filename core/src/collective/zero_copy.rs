@@ -14,10 +14,10 @@
 
 use std::ops::Range;
 
-use super::blocks::Counts;
 use super::call::Call;
 use super::channel::{Channel, ChunkResult, out_of_sync};
 use super::chunk_source::ActiveCall;
+use super::counts::Counts;
 use super::operation::{Op, Pattern, Root};
 use super::path_choice::CallPath;
 use super::selection::may_run_in_place;
@@ -53,7 +53,7 @@ impl Channel {
             return SlotContent::Data;
         }
         let is_visible = |range: Range<usize>| range.is_empty() || memory.offset_of(range).is_some();
-        if call.layout.tensors().all(|tensor| accessed(call, tensor).into_iter().all(is_visible)) {
+        if tensors(call).all(|tensor| accessed(call, tensor).into_iter().all(is_visible)) {
             SlotContent::PeerMemory
         } else if self.copies_directly(call) && self.direct_copies.private && !self.is_refused {
             SlotContent::PrivateMemory
@@ -70,7 +70,7 @@ impl Channel {
     /// Keeps the shared memory of the tensors of `call`, which has failed, for the ranks that may still access it.
     pub fn hold_tensors(&self, call: &Call) {
         let Some(memory) = self.peer_memory() else { return };
-        for range in call.layout.tensors().flat_map(|tensor| accessed(call, tensor)) {
+        for range in tensors(call).flat_map(|tensor| accessed(call, tensor)) {
             if !range.is_empty() {
                 memory.hold(range);
             }
@@ -92,7 +92,7 @@ impl Channel {
             unsafe { slot.add(word).write(value) };
             word += 1;
         };
-        for tensor in call.layout.tensors() {
+        for tensor in tensors(call) {
             for range in accessed(call, tensor) {
                 post(match memory {
                     _ if range.is_empty() => 0,
@@ -103,7 +103,9 @@ impl Channel {
         }
         if call.agrees_on_length() {
             let me = self.topology.rank();
-            (0..self.topology.size()).for_each(|peer| post(call.sent(0, me, peer).start as u64));
+            for tensor in tensors(call) {
+                (0..self.topology.size()).for_each(|peer| post(call.sent(tensor, me, peer).start as u64));
+            }
         }
         Ok(())
     }
@@ -190,10 +192,15 @@ impl Channel {
     }
 }
 
-/// The number of words in a slot: source and destination of each tensor, and the starts of blocks that only the sender
-/// knows.
+/// The number of words in a slot: source and destination of each tensor, and for each the starts of blocks that only
+/// the sender knows.
 fn num_words(call: &Call) -> usize {
-    2 * call.layout.tensors().len() + if let Counts::Pairs { send, .. } = call.counts() { send.blocks() } else { 0 }
+    tensors(call).len() * (2 + if call.agrees_on_length() { call.blocks() } else { 0 })
+}
+
+/// The tensors by their index.
+fn tensors(call: &Call) -> Range<usize> {
+    0..call.tensors(0).len()
 }
 
 /// Whether ranks write to the tensors of others.
@@ -249,7 +256,7 @@ pub(super) unsafe fn addresses(
     let (skip, len) = ((part.first * size) as u64, part.count * size);
     let address = |(rank, slot): (usize, &*mut u8)| {
         // SAFETY: guaranteed by the caller.
-        let place = unsafe { read_word(*slot, 2 * part.layout_index + side as usize) };
+        let place = unsafe { read_word(*slot, 2 * part.tensor + side as usize) };
         memory.resolve(rank, place.wrapping_add(skip), len).ok_or_else(cannot_map)
     };
     slots.iter().enumerate().map(address).collect()
@@ -280,18 +287,18 @@ impl ZeroCopyRound<'_> {
     ///
     /// # Safety
     /// As for [`ZeroCopyRound::word`].
-    unsafe fn place(&self, rank: usize, layout_index: usize, side: Side, skip: usize) -> u64 {
+    unsafe fn place(&self, rank: usize, tensor: usize, side: Side, skip: usize) -> u64 {
         // SAFETY: guaranteed by the caller.
-        unsafe { self.word(rank, 2 * layout_index + side as usize) }.wrapping_add(skip as u64)
+        unsafe { self.word(rank, 2 * tensor + side as usize) }.wrapping_add(skip as u64)
     }
 
     /// The address in this process of `len` bytes from byte `skip` of a tensor in peer memory.
     ///
     /// # Safety
     /// As for [`ZeroCopyRound::word`].
-    unsafe fn mapped(&self, rank: usize, layout_index: usize, side: Side, skip: usize, len: usize) -> Result<*mut u8> {
+    unsafe fn mapped(&self, rank: usize, tensor: usize, side: Side, skip: usize, len: usize) -> Result<*mut u8> {
         // SAFETY: guaranteed by the caller.
-        let place = unsafe { self.place(rank, layout_index, side, skip) };
+        let place = unsafe { self.place(rank, tensor, side, skip) };
         self.memory.resolve(rank, place, len).ok_or_else(cannot_map)
     }
 
@@ -309,7 +316,7 @@ impl ZeroCopyRound<'_> {
             let dtype = call.tensors(0)[piece.tensor].buffer.dtype();
             let (skip, len) = (source * dtype.size(), piece.count * dtype.size());
             // SAFETY: the caller's promise.
-            let tensor = |rank| unsafe { self.mapped(rank, piece.layout_index, Side::Source, skip, len) };
+            let tensor = |rank| unsafe { self.mapped(rank, piece.tensor, Side::Source, skip, len) };
             let sources = ranks.clone().map(|rank| tensor(rank).map(<*mut u8>::cast_const));
             let sources: PerRank<*const u8> = sources.collect::<Result<_>>()?;
             sources.iter().for_each(|&source| sync::check_read(source, len));
@@ -319,7 +326,8 @@ impl ZeroCopyRound<'_> {
             Ok(true)
         };
         if call.op.pattern() != Pattern::Line {
-            return block_ranges(call, chunk, |tensor| call.received(tensor, me, me)).try_fold(true, |_, piece| {
+            let own = |tensor| call.received(tensor, me, me);
+            return block_ranges(call.block_layout(me, me), chunk, own).try_fold(true, |_, piece| {
                 let out = call.tensors(0)[piece.tensor].buffer.destination_at(piece.first);
                 let first = piece.first - call.received(piece.tensor, me, me).start;
                 reduce(piece, call.sent(piece.tensor, me, me).start + first, &[out])
@@ -332,7 +340,7 @@ impl ZeroCopyRound<'_> {
             let (skip, len) = (piece.first * size, piece.count * size);
             let has_output = |&rank: &usize| call.op.has_output(self.topology.local_ranks()[rank]);
             // SAFETY: the caller's promise.
-            let out = |rank| unsafe { self.mapped(rank, piece.layout_index, Side::Destination, skip, len) };
+            let out = |rank| unsafe { self.mapped(rank, piece.tensor, Side::Destination, skip, len) };
             let outs: PerRank<*mut u8> = ranks.clone().filter(has_output).map(out).collect::<Result<_>>()?;
             reduce(piece, piece.first, &outs)
         })
@@ -402,16 +410,17 @@ impl ZeroCopyRound<'_> {
         let is_private = self.contents[other] == SlotContent::PrivateMemory;
         let received = |tensor| call.received(tensor, receiver, sender);
         let sent = |tensor| call.sent(tensor, sender, receiver);
-        let starts_with = 2 * call.layout.tensors().len();
-        for piece in block_part(call, chunk, part, |tensor| if reads { received(tensor) } else { sent(tensor) }) {
+        let starts = |tensor: usize| 2 * tensors(call).len() + tensor * call.blocks();
+        let elements = |tensor| if reads { received(tensor) } else { sent(tensor) };
+        for piece in block_part(call.block_layout(sender, receiver), chunk, part, elements) {
             let buffer = &call.tensors(0)[piece.tensor].buffer;
-            let (size, index) = (buffer.dtype().size(), piece.layout_index);
+            let (size, index) = (buffer.dtype().size(), piece.tensor);
             let len = piece.count * size;
             // SAFETY: the caller's promise; equal signatures mean equal tensors, and `Call::new` has checked their memory.
             let done = unsafe {
                 if reads {
                     let start = match call.counts() {
-                        Counts::Pairs { .. } => self.word(other, starts_with + receiver) as usize,
+                        Counts::Pairs { .. } => self.word(other, starts(piece.tensor) + receiver) as usize,
                         _ => sent(piece.tensor).start,
                     };
                     let skip = (start + piece.first - received(piece.tensor).start) * size;

@@ -1,13 +1,13 @@
-//! All-gathers and all-to-alls of which a rank knows only the lengths that it sends. They are a chain of collectives: the
-//! lengths first, then each tensor.
+//! All-gathers, gathers and all-to-alls of which a rank knows only the lengths that it sends. They are two collectives:
+//! the lengths first, then the tensors.
 //!
-//! The calls with the tensors match by name. So the chain ends whatever else the ranks have started meanwhile, and waits
-//! for no call but its own. Their name has a number, as several calls of one name may be in flight: that of rank 0, which
-//! travels with the lengths, because the ranks may have made different numbers of calls.
+//! The call with the tensors matches by name. So it ends whatever else the ranks have started meanwhile, and waits for no
+//! call but its own. Its name has a number, as several calls of one name may be in flight: that of rank 0, which travels
+//! with the lengths, because the ranks may have made different numbers of calls.
 //! Thread rule: the chain is owned by the call that runs; the end of the lengths starts the tensors.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 
 use xxhash_rust::xxh3::Xxh3;
 
@@ -17,7 +17,6 @@ use crate::buffer::{Buffer, Tensor};
 use crate::collective::{Counts, Op, Pattern, Root};
 use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
-use crate::lock::lock;
 
 /// A tensor whose lengths the other ranks do not know.
 #[derive(Debug, Clone)]
@@ -29,10 +28,11 @@ pub struct RaggedTensor {
 }
 
 /// Makes room for the results: gets the lengths of the blocks that arrive, those of the first tensor first, in the order
-/// of the ranks that send them, and returns an address for each tensor. It must not block.
+/// of the ranks that send them, and returns an address for each tensor. In a gather every rank gets them, and the places
+/// of the root are used. It must not block.
 pub type Allocate = Box<dyn FnOnce(&[usize]) -> Result<Vec<*mut u8>> + Send>;
 
-/// Starts an all-gather or all-to-all, and calls `done` with the result once. If `allocate` fails, so does the call, on
+/// Starts an all-gather, gather or all-to-all, and calls `done` with the result once. If `allocate` fails, so does the call, on
 /// every rank.
 ///
 /// # Safety
@@ -60,20 +60,21 @@ pub unsafe fn start_ragged(
     let lengths = CallOptions {
         name: format!("{title}: lengths"),
         by_name: options.by_name,
-        tensor_names: format!("\u{1f}list {:016x}", list_hash(&tensors)),
+        tensor_names: format!("\u{1f}list {:016x}", list_hash(op, &tensors)),
         timeout: options.timeout,
         ..CallOptions::default()
     };
     let mut chain = Box::new(Chain { op, tensors, options, allocate, done, sent, received, title });
     let (src, dst) = (chain.sent.as_ptr().cast(), chain.received.as_mut_ptr().cast());
     let buffer = Buffer::new(src, dst, chain.tensors.len() + 1, DType::U64);
+    let lengths_op = if op.pattern() == Pattern::Gather { Op::ALLGATHER } else { op };
     let next = Arc::clone(group);
     let then = move |result: Result<()>| match result {
         Ok(()) => chain.start_tensors(&next),
         Err(error) => (chain.done)(Err(error)),
     };
     // SAFETY: the buffer is memory of the chain, which lives until `then` is called.
-    unsafe { group.submit(op, vec![vec![Tensor::new(buffer, &[])]], lengths, Box::new(then)) };
+    unsafe { group.submit(lengths_op, vec![vec![Tensor::new(buffer, &[])]], lengths, Box::new(then)) };
 }
 
 fn check(op: Op, tensors: &[RaggedTensor], options: &CallOptions, ranks: usize) -> Result<()> {
@@ -84,7 +85,7 @@ fn check(op: Op, tensors: &[RaggedTensor], options: &CallOptions, ranks: usize) 
         return Err(Error::Invalid(format!("{}: a call that matches by name needs a name", op.title())));
     }
     let blocks = match op.pattern() {
-        Pattern::Gather if op.collective.root == Root::None => 1,
+        Pattern::Gather => 1,
         Pattern::Exchange => ranks,
         _ => return Err(Error::Invalid(format!("{}: all ranks must know the lengths of its blocks", op.title()))),
     };
@@ -101,9 +102,12 @@ fn check(op: Op, tensors: &[RaggedTensor], options: &CallOptions, ranks: usize) 
     Ok(())
 }
 
-/// Of types and shapes but for the first extents: lists of other tensors must not match.
-fn list_hash(tensors: &[RaggedTensor]) -> u64 {
+/// Of the root, and of types and shapes but for the first extents: other calls must not match.
+fn list_hash(op: Op, tensors: &[RaggedTensor]) -> u64 {
     let mut hash = Xxh3::new();
+    if op.collective.root != Root::None {
+        hash.update(&(op.root as u64).to_le_bytes());
+    }
     for RaggedTensor { tensor, .. } in tensors {
         hash.update(&[tensor.buffer.dtype() as u8]);
         let extents = tensor.shape().get(1..).unwrap_or_default();
@@ -128,66 +132,41 @@ struct Chain {
 }
 
 impl Chain {
-    /// Starts a call for each tensor.
+    /// Starts the call with the tensors.
     fn start_tensors(self: Box<Self>, group: &Arc<Group>) {
-        let Chain { op, tensors, options, allocate, done, received, title, .. } = *self;
+        let Chain { op, tensors, options, allocate, done, sent, received, title } = *self;
         let (entries, number) = (tensors.len() + 1, received[tensors.len()]);
-        let from = |index: usize| received.iter().skip(index).step_by(entries).map(|&len| len as usize);
-        let lengths: Vec<Vec<usize>> = (0..tensors.len()).map(|index| from(index).collect()).collect();
-        let places = guard(|| allocate(&lengths.concat())).and_then(|places| match places.len() == tensors.len() {
-            true => Ok(places),
-            false => Err(Error::Internal("not every result has a place".into())),
+        let of_tensor = |list: &[u64], index: usize| -> Vec<usize> {
+            list.iter().skip(index).step_by(entries).map(|&len| len as usize).collect()
+        };
+        let of_all =
+            |list: &[u64]| -> Vec<usize> { (0..tensors.len()).flat_map(|index| of_tensor(list, index)).collect() };
+        let lengths = of_all(&received);
+        let made = guard(|| allocate(&lengths)).and_then(|places| {
+            if places.len() != tensors.len() {
+                return Err(Error::Internal("not every result has a place".into()));
+            }
+            let counts = match op.pattern() {
+                Pattern::Exchange => Counts::from_lists(op, tensors.len(), Some(&of_all(&sent)), Some(&lengths)),
+                _ => Counts::from_lists(op, tensors.len(), Some(&lengths), None),
+            };
+            let with_place = |(RaggedTensor { tensor, .. }, place): (&RaggedTensor, *mut u8)| {
+                Tensor::new(tensor.buffer.moved_to(tensor.buffer.source_at(0), place), tensor.shape())
+            };
+            Ok((tensors.iter().zip(places).map(with_place).collect(), counts?))
         });
-        let failed = places.as_ref().err().cloned();
-        let ends = Arc::new(Mutex::new(Ends { left: tensors.len(), error: failed, done: Some(done) }));
-        for (index, RaggedTensor { tensor, sent }) in tensors.into_iter().enumerate() {
-            let received = &lengths[index];
-            let made = places.as_ref().map_err(Clone::clone).and_then(|places| {
-                let (sent, received) = match op.pattern() {
-                    Pattern::Exchange => (sent.as_slice(), Some(received.as_slice())),
-                    _ => (received.as_slice(), None),
-                };
-                let buffer = tensor.buffer.moved_to(tensor.buffer.source_at(0), places[index]);
-                Ok((Tensor::new(buffer, tensor.shape()), Counts::from_lists(op, Some(sent), received)?))
-            });
-            let name = format!("{title}: {number}.{index}");
-            let options = CallOptions { name, by_name: true, timeout: options.timeout, ..CallOptions::default() };
-            let ends = Arc::clone(&ends);
-            let end = Box::new(move |result: Result<()>| Ends::one(&ends, result));
-            // SAFETY: the promise of the caller of `start_ragged`.
-            unsafe {
-                match made {
-                    Ok((tensor, counts)) => {
-                        group.submit(op, vec![vec![tensor]], CallOptions { counts, ..options }, end);
-                    }
-                    // Another call of this name, with which those of the other ranks fail.
-                    Err(_) => group.submit(Op::BARRIER, vec![Vec::new()], options, end),
+        let name = format!("{title}: {number}");
+        let options = CallOptions { name, by_name: true, timeout: options.timeout, ..CallOptions::default() };
+        // SAFETY: the promise of the caller of `start_ragged`.
+        unsafe {
+            match made {
+                Ok((tensors, counts)) => group.submit(op, vec![tensors], CallOptions { counts, ..options }, done),
+                // Another call of this name, with which those of the other ranks fail.
+                Err(error) => {
+                    let failed = Box::new(move |_| done(Err(error)));
+                    group.submit(Op::BARRIER, vec![Vec::new()], options, failed);
                 }
             }
-        }
-    }
-}
-
-/// The calls of the tensors that have not ended.
-struct Ends {
-    left: usize,
-    error: Option<Error>,
-    done: Option<OnComplete>,
-}
-
-impl Ends {
-    fn one(ends: &Mutex<Ends>, result: Result<()>) {
-        let mut state = lock(ends);
-        state.left -= 1;
-        if let Err(error) = result {
-            state.error.get_or_insert(error);
-        }
-        if state.left == 0
-            && let Some(done) = state.done.take()
-        {
-            let result = state.error.take().map_or(Ok(()), Err);
-            drop(state);
-            done(result);
         }
     }
 }

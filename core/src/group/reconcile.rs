@@ -300,22 +300,26 @@ impl Worker {
     }
 }
 
-/// An all-to-all of even blocks of one tensor as one that names the length for each pair; `None` for other calls. The
-/// first extent of a block is not compared then, so it must be the only one.
+/// An all-to-all of even blocks as one that names the length for each pair; `None` for other calls. The first extent of a
+/// block is not compared then, so it must be the only one.
 fn by_pairs(work: &Work, shared: &GroupState) -> Option<Call> {
     let (call, config) = (&work.call, &shared.config);
     let is_even = call.op == Op::ALLTOALL && *call.counts() == Counts::Even;
-    let [tensor] = call.tensors(0) else { return None };
-    let buffer = &tensor.buffer;
-    if !is_even || !matches!(work.role, Role::Own) || call.towers() > 1 || tensor.shape().len() > 1 {
+    let has_columns = call.tensors(0).iter().any(|tensor| tensor.shape().len() > 1);
+    if !is_even || !matches!(work.role, Role::Own) || call.towers() > 1 || has_columns {
         return None;
     }
-    let bounds = Bounds::new(&vec![buffer.len(); config.ranks])?;
+    let bounds = |tensor: &Tensor| Bounds::new(&vec![tensor.buffer.len(); config.ranks]);
+    let bounds = call.tensors(0).iter().map(bounds).collect::<Option<Vec<_>>>()?;
     let counts = Counts::Pairs { send: bounds.clone(), receive: bounds };
-    let memory = Tensor::new(Buffer::new(buffer.source_at(0), buffer.dst(), 0, buffer.dtype()), tensor.shape());
+    let memory = |tensor: &Tensor| {
+        let buffer = &tensor.buffer;
+        Tensor::new(Buffer::new(buffer.source_at(0), buffer.dst(), 0, buffer.dtype()), tensor.shape())
+    };
+    let memory = call.tensors(0).iter().map(memory).collect();
     // The call was valid, and so is this one.
     let names = call.tensor_names().text().to_owned();
-    let by_pairs = Call::new(call.op, vec![vec![memory]], counts, call.name(), "", names, config.clone()).ok()?;
+    let by_pairs = Call::new(call.op, vec![memory], counts, call.name(), "", names, config.clone()).ok()?;
     let by_pairs = if call.is_by_name() { by_pairs.into_by_name().ok()? } else { by_pairs };
     match call.producer() {
         None => Some(by_pairs),

@@ -58,13 +58,13 @@ impl CollectiveRequest {
         }
     }
 
-    /// The lengths of the blocks; `None` where the caller gives none.
+    /// The lengths of the blocks of `tensors` tensors, as in [`Counts::from_lists`]; `None` where the caller gives none.
     ///
     /// # Errors
     /// [`Error::Invalid`] for counts that the collective does not take.
-    pub fn counts(self, send: Option<&[usize]>, receive: Option<&[usize]>) -> Result<Counts> {
+    pub fn counts(self, tensors: usize, send: Option<&[usize]>, receive: Option<&[usize]>) -> Result<Counts> {
         match self {
-            CollectiveRequest::Collective(op) => Counts::from_lists(op, send, receive),
+            CollectiveRequest::Collective(op) => Counts::from_lists(op, tensors, send, receive),
             CollectiveRequest::Adasum if send.is_some() || receive.is_some() => {
                 Err(Error::Invalid("adasum: takes no counts; it works on whole tensors".into()))
             }
@@ -379,6 +379,6 @@ mod tests {
         for (collective, reduce, root) in [(0, 0, 0), (1, 14, 0), (1, -1, 0), (4, 0, -1)] {
             assert!(matches!(request(collective, reduce, root), Err(Error::Invalid(_))));
         }
-        assert!(CollectiveRequest::Adasum.counts(Some(&[1]), None).is_err());
+        assert!(CollectiveRequest::Adasum.counts(1, Some(&[1]), None).is_err());
     }
 }

@@ -6,7 +6,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::{Call, lengths};
 use crate::buffer::{Buffer, Tensor};
-use crate::collective::blocks::Counts;
+use crate::collective::counts::Counts;
 use crate::collective::operation::Op;
 use crate::collective::selection::device_chunk_bytes;
 use crate::collective::tensor_names::TensorNames;
@@ -75,6 +75,7 @@ impl Call {
             list_hash: self.list_hash,
             replicas: Vec::new(),
             counts: Counts::Even,
+            block_layouts: Vec::new(),
             channels: self.channels,
             limits: self.config.limits.of(Op::BARRIER),
             config: self.config.clone(),
@@ -104,6 +105,7 @@ impl Call {
             list_hash: signature,
             replicas: vec![tensors],
             counts: Counts::Even,
+            block_layouts: Vec::new(),
             channels: 1,
             limits: self.limits,
             config: self.config.clone(),

@@ -4,8 +4,8 @@ use smallvec::SmallVec;
 
 use super::Call;
 use crate::buffer::{Buffer, Tensor, View};
-use crate::collective::blocks::Counts;
 use crate::collective::check::{check_memory, check_overlap, is_plain};
+use crate::collective::counts::Counts;
 use crate::collective::operation::Op;
 
 impl Call {
@@ -63,8 +63,10 @@ impl Call {
         for (tensor, &(src, dst)) in self.replicas.iter_mut().flatten().zip(memory) {
             tensor.buffer = tensor.buffer.moved_to(src, dst);
         }
-        let is_valid = |tensor: &Tensor| check_memory(op, &tensor.buffer, &self.counts, &self.config).is_ok();
-        let passes = self.tensors(0).iter().all(is_valid)
+        let is_valid = |(index, tensor): (usize, &Tensor)| {
+            check_memory(op, &tensor.buffer, self.counts.of(index), &self.config).is_ok()
+        };
+        let passes = self.tensors(0).iter().enumerate().all(is_valid)
             && check_overlap(op, &self.replicas, &self.counts, &self.config).is_ok();
         if !passes {
             self.replicas.iter_mut().flatten().zip(before).for_each(|(tensor, buffer)| tensor.buffer = buffer);

@@ -3,8 +3,8 @@
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::Call;
-use crate::collective::blocks::Counts;
 use crate::collective::call_config::CallConfig;
+use crate::collective::counts::{Bounds, Counts};
 use crate::collective::operation::{Op, Root};
 use crate::error::{Error, Result};
 
@@ -83,7 +83,7 @@ impl Call {
         }
         match &self.counts {
             Counts::Even => {}
-            Counts::Ranks(bounds) => bounds.ends().iter().for_each(|&end| number(end as i64)),
+            Counts::Ranks(bounds) => bounds.iter().flat_map(Bounds::ends).for_each(|&end| number(end as i64)),
             Counts::Pairs { .. } => number(-1),
         }
         let hash = xxh3_64_with_seed(self.name.as_bytes(), hash);

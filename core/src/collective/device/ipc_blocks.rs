@@ -5,10 +5,10 @@
 use std::ops::Range;
 
 use super::batch::Batch;
-use super::shm_allgather::allgather_u64;
-use crate::collective::blocks::{Bounds, Counts};
+use super::shm_allgather::{allgather_u64, max_words};
 use crate::collective::call::Call;
 use crate::collective::channel::Channel;
+use crate::collective::counts::{Bounds, Counts};
 use crate::collective::operation::Op;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -21,8 +21,8 @@ const PACKED_ALIGN: usize = 16;
 /// The blocks of a call, and the inputs of all ranks with their tensors one after the other.
 pub(super) struct Blocks<'a> {
     call: &'a Call,
-    /// Of calls whose ranks know only their own blocks, what each rank sends.
-    pairs: Option<Vec<Bounds>>,
+    /// Of calls whose ranks know only their own blocks, what each rank sends of each tensor.
+    pairs: Option<Vec<Vec<Bounds>>>,
     inputs: Vec<PackedInput>,
 }
 
@@ -39,8 +39,16 @@ impl<'a> Blocks<'a> {
         let ranks = channel.topology.size();
         let pairs = match call.counts() {
             Counts::Pairs { send, .. } => {
-                let ends: Vec<u64> = send.ends().iter().map(|end| *end as u64).collect();
-                Some(allgather_u64(channel, &ends, wait_ctx, |lists| lists.iter().map(|ends| bounds(ends)).collect())?)
+                let ends: Vec<u64> = send.iter().flat_map(Bounds::ends).map(|&end| end as u64).collect();
+                let mut of_ranks = vec![Vec::new(); ranks];
+                for part in ends.chunks(max_words(channel)) {
+                    allgather_u64(channel, part, wait_ctx, |parts| {
+                        of_ranks.iter_mut().zip(parts).for_each(|(ends, part)| ends.extend_from_slice(part));
+                        Ok(())
+                    })?;
+                }
+                let of_rank = |ends: Vec<u64>| ends.chunks(ranks).map(bounds).collect();
+                Some(of_ranks.into_iter().map(of_rank).collect::<Result<_>>()?)
             }
             Counts::Even | Counts::Ranks(_) => None,
         };
@@ -70,7 +78,7 @@ impl<'a> Blocks<'a> {
     /// The elements of `tensor` in the block that `rank` sends to `peer`.
     fn sent(&self, tensor: usize, rank: usize, peer: usize) -> Range<usize> {
         match &self.pairs {
-            Some(pairs) => pairs[rank].block(peer),
+            Some(pairs) => pairs[rank][tensor].block(peer),
             None => self.call.sent(tensor, rank, peer),
         }
     }

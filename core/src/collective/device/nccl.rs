@@ -146,9 +146,10 @@ impl NcclPath {
         wanted.dedup_by_key(|(dtype, _)| *dtype);
         let operators = Operators::new(&self.communicator, &wanted)?;
         let size = |index: usize| call.tensors(0)[index].buffer.byte_ranges().0.len();
+        let has_data = |&index: &usize| call.op.pattern() != Pattern::Line || size(index) > 0;
         let is_small = |index: usize| call.op.pattern() == Pattern::Line && size(index) <= self.fused_max;
         let (mut small, mut large): (Vec<usize>, Vec<usize>) =
-            call.layout.tensors().partition(|&index| is_small(index));
+            (0..call.tensors(0).len()).filter(has_data).partition(|&index| is_small(index));
         if small.len() <= MIN_TO_FUSE {
             large.append(&mut small);
         }

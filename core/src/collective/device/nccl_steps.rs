@@ -87,7 +87,8 @@ pub(super) fn steps(call: &Call, tensor: usize, operator: RedOp, rank: usize, ra
     let (has_input, has_output) = (op.has_input(rank), op.has_output(rank));
     let whole = |operation: NcclOperation, count: usize| {
         let (from, to) = (buffer.source_bytes(0..0).start as Address, buffer.destination_bytes(0..0).start as Address);
-        vec![step(operation, from, if has_output { to } else { from }, count)]
+        let step = step(operation, from, if has_output { to } else { from }, count);
+        if count > 0 { vec![step] } else { Vec::new() }
     };
     match (op.pattern(), op.collective.reduces, op.collective.root) {
         (Pattern::Line, ..) => line_operation(op, operator).map_or(Vec::new(), |line| whole(line, buffer.len())),
@@ -156,7 +157,7 @@ mod tests {
         assert_eq!(even(Op::reduce(ReduceOp::Sum, 2)), [(Some(Reduce(RedOp::SUM, 2)), 1000, 1000, 5)]);
         assert_eq!(even(Op::ALLGATHER), [(Some(AllGather), 1000, 2000, 5)]);
         assert_eq!(even(Op::reduce_scatter(ReduceOp::Sum)), [(Some(ReduceScatter(RedOp::SUM)), 1000, 2000, 5)]);
-        let equal = Counts::Ranks(ragged([5, 5, 5]));
+        let equal = Counts::Ranks(vec![ragged([5, 5, 5])]);
         assert_eq!(of(Op::ALLGATHER, 5, equal), even(Op::ALLGATHER));
     }
 
@@ -187,7 +188,7 @@ mod tests {
 
     #[test]
     fn blocks_of_different_lengths_leave_out_the_empty_ones() {
-        let counts = || Counts::Ranks(ragged([3, 1, 0]));
+        let counts = || Counts::Ranks(vec![ragged([3, 1, 0])]);
         assert_eq!(
             of(Op::ALLGATHER, 1, counts()),
             [
@@ -202,7 +203,7 @@ mod tests {
             of(Op::reduce_scatter(ReduceOp::Sum), 1, counts()),
             [(Some(Reduce(RedOp::SUM, 0)), 1000, 1000, 3), (Some(Reduce(RedOp::SUM, 1)), 1012, 2000, 1)]
         );
-        let pairs = Counts::Pairs { send: ragged([2, 0, 1]), receive: ragged([0, 0, 4]) };
+        let pairs = Counts::Pairs { send: vec![ragged([2, 0, 1])], receive: vec![ragged([0, 0, 4])] };
         assert_eq!(
             of(Op::ALLTOALL, 0, pairs),
             [(Some(Send(2)), 1008, 1008, 1), (Some(Receive(2)), 2000, 2000, 4), (Some(Send(0)), 1000, 1000, 2)]
