@@ -32,12 +32,12 @@ absl::Status like_inputs(InferenceContext* context) {
   return absl::OkStatus();
 }
 
-// The rows of the results as far as they are known: they depend on the ranks, unless constant counts say them.
-DimensionHandle rows_of_results(InferenceContext* context, int32_t collective) {
-  const bool exchanges = collective == DL_COMM_ALLTOALL;
-  const int counts = context->num_inputs() - 1;
-  if ((collective != DL_COMM_ALLGATHER && !exchanges) || counts < context->num_outputs()) return context->UnknownDim();
-  const Tensor* values = context->input_tensor(counts);
+// The rows of a result as far as they are known: they depend on the ranks, unless constant counts say them.
+DimensionHandle rows_of_result(InferenceContext* context, int32_t collective, int index) {
+  const int lists = collective == DL_COMM_ALLGATHER ? 1 : collective == DL_COMM_ALLTOALL ? 2 : 0;
+  const int tensors = context->num_outputs();
+  if (lists == 0 || context->num_inputs() != (1 + lists) * tensors) return context->UnknownDim();
+  const Tensor* values = context->input_tensor(lists * tensors + index);
   if (values == nullptr) return context->UnknownDim();
   int64_t total = 0;
   for (int64_t i = 0; i < values->NumElements(); ++i) {
@@ -60,7 +60,7 @@ absl::Status like_inputs_but_rows(InferenceContext* context) {
     if (context->RankKnown(shape)) {
       if (joins && context->Rank(shape) == 0) shape = context->Vector(1);
       status = context->WithRankAtLeast(shape, 1, &shape);
-      if (status.ok()) status = context->ReplaceDim(shape, 0, rows_of_results(context, collective), &shape);
+      if (status.ok()) status = context->ReplaceDim(shape, 0, rows_of_result(context, collective, i), &shape);
       if (!status.ok()) return status;
     }
     context->set_output(i, shape);
@@ -110,8 +110,8 @@ REGISTER_OP("DlCommBlockCollective")
 All-gather, gather, scatter, reduce-scatter or all-to-all of a list of tensors along their first axes.
 
 tensors: The tensors of this rank. In a scatter, those of the root; the other ranks have tensors of the same shapes.
-counts: Nothing for blocks of equal length. Otherwise there is one tensor, and the extents of the blocks of all ranks;
-  for an all-to-all those that this rank sends, and those that it receives.
+counts: Nothing for blocks of equal length. Otherwise for each tensor the extents of the blocks of all ranks; for an
+  all-to-all for each tensor those that this rank sends, and then for each those that it receives.
 results: The results. Tensors without rows on the other ranks than the root of a gather.
 settings: Those of DlCommCollective.
 )doc");
@@ -222,9 +222,12 @@ class BlockKernel : public GroupKernel {
       return values;
     };
     const int count = context->num_outputs();
-    const BlockCall blocks{*kind, group->rank, group->size, root_, counts(count), counts(count + 1)};
-    blocks.check_counts(count);
+    const int lists = context->num_inputs() - count;
+    if (lists != 0 && lists != (kind->exchanges() ? 2 : 1) * count)
+      throw Error(DL_COMM_ERROR_INVALID, "there are ", lists, " lists of counts for ", count, " tensors");
     for (int i = 0; i < count; ++i) {
+      const BlockCall blocks{*kind, group->rank, group->size, root_, counts(count + i), counts(2 * count + i)};
+      blocks.check_counts(1);
       const Tensor& input = context->input(i);
       TensorShape shape = input.shape();
       const auto extents = shape.dim_sizes();
@@ -236,7 +239,7 @@ class BlockKernel : public GroupKernel {
       if (status.ok()) status = new_result(context, on_host, input.dtype(), shape, outputs[i]);
       if (!status.ok()) return status;
       add(list, input, outputs[i], block.dim_sizes());
-      list.set_counts(blocks, extents);
+      list.add_counts(blocks, extents);
     }
     return absl::OkStatus();
   }

@@ -50,8 +50,8 @@ std::string arguments_of(const CollectiveKind& kind) {
   return text + ", str name, float timeout, bool by_name=False";
 }
 
-// A call as Python describes it. `send` and `receive` are extents of first axes, empty for equal blocks; a collective
-// with one list of counts has it in `send`.
+// A call as Python describes it. `send` and `receive` are extents of first axes, those of the first tensor first, and
+// empty for equal blocks; a collective with one list of counts has it in `send`.
 struct Request {
   Request(const CollectiveKind& kind, StableIValue* stack, bool takes_out) {
     tensors = to<Tensors>(*stack++);
@@ -186,14 +186,15 @@ class Call {
     const Extents shape = extents_of(given);
     if (kind_.same_shape()) return add(index, source, out, shape, shape, views);
     // A rank without an input has only a block: that of a scatter.
-    const int64_t own = source == nullptr ? blocks_.block_rows(shape, "out") : 0;
-    const Rows rows = source == nullptr ? Rows{own, own} : blocks_.rows(shape, index);
+    const BlockCall blocks = blocks_.of(index);
+    const int64_t own = source == nullptr ? blocks.block_rows(shape, "out") : 0;
+    const Rows rows = source == nullptr ? Rows{own, own} : blocks.rows(shape, index);
     Counts result(shape.begin(), shape.end());
     if (result.empty()) result = {1};
     Counts block = result;
     result[0] = rows.result;
     block[0] = rows.block;
-    views.set_counts(blocks_, shape);
+    views.add_counts(blocks, shape);
     add(index, source, out, result, block, views);
   }
 

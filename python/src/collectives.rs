@@ -236,6 +236,8 @@ impl Memory {
 /// What a call of unknown lengths receives: for each array the lengths of its blocks, and their memory.
 pub struct Received {
     ranks: usize,
+    /// Whether this rank gets the blocks; in a gather the root does.
+    has_results: bool,
     /// The bytes of an element of each array.
     sizes: Vec<usize>,
     parts: Mutex<Vec<(Vec<usize>, Memory)>>,
@@ -247,7 +249,8 @@ impl Received {
     fn allocate(&self, lengths: &[usize]) -> Option<Vec<*mut c_void>> {
         let part = |(lengths, size): (&[usize], &usize)| {
             let total = lengths.iter().try_fold(0usize, |total, length| total.checked_add(*length))?;
-            Some((lengths.to_vec(), Memory::new(total.checked_mul(*size)?)?))
+            let bytes = if self.has_results { total.checked_mul(*size)? } else { 0 };
+            Some((lengths.to_vec(), Memory::new(bytes)?))
         };
         let made = lengths.chunks(self.ranks).zip(&self.sizes).map(part).collect::<Option<Vec<_>>>()?;
         let places = made.iter().map(|(_, memory)| ptr::with_exposed_provenance_mut(memory.address)).collect();
@@ -436,10 +439,12 @@ impl Group {
         let size_of_element = |array: &Bound<'_, PyAny>| array.getattr("itemsize")?.extract::<usize>();
         let sizes = sources.iter().map(size_of_element).collect::<PyResult<Vec<_>>>()?;
         let ranks = usize::try_from(self.size(py)?)?;
+        let is_gather = spec.0.cast_unsigned() == ffi::dl_comm_collective_DL_COMM_GATHER;
+        let has_results = !is_gather || spec.2 == self.rank(py)?;
         let mut request = CCall::new(py, spec)?;
         request.raw.allocate = Some(make_room);
         let arrays = std::mem::take(&mut request.arrays);
-        let received = Received { ranks, sizes, parts: Mutex::default(), _arrays: arrays };
+        let received = Received { ranks, has_results, sizes, parts: Mutex::default(), _arrays: arrays };
         Ok((request, Arc::new(received)))
     }
 

@@ -42,17 +42,23 @@ const CollectiveKind& named(std::string_view name) {
   throw Error(DL_COMM_ERROR_INVALID, "no collective is named ", name);
 }
 
+// The shapes of the tensors stand between semicolons.
 void print_call(char** words) {
-  const std::vector<int64_t> shape = numbers(words[5]);
+  std::vector<std::vector<int64_t>> shapes;
+  std::istringstream list(std::string(words[5]) + ';');
+  for (std::string shape; std::getline(list, shape, ';');) shapes.push_back(numbers(shape.c_str()));
   const std::vector<int64_t> send = numbers(words[6]);
   const std::vector<int64_t> receive = numbers(words[7]);
   const BlockCall call{named(words[1]), std::stoll(words[2]), std::stoll(words[3]), std::stoll(words[4]), send,
                        receive};
-  call.check_counts(1);
-  const Rows rows = call.rows(shape, std::size_t{0});
-  std::cout << rows.result << ' ' << rows.block << '\n';
-  for (const auto& counts : {send, receive})
-    for (const std::size_t length : in_elements(counts, row_length(shape))) std::cout << length << ' ';
+  call.check_counts(shapes.size());
+  for (std::size_t tensor = 0; tensor < shapes.size(); ++tensor) {
+    const BlockCall one = call.of(tensor);
+    const Rows rows = one.rows(shapes[tensor], tensor);
+    std::cout << rows.result << ' ' << rows.block << '\n';
+    for (const Extents counts : {one.send, one.receive})
+      for (const std::size_t length : in_elements(counts, row_length(shapes[tensor]))) std::cout << length << ' ';
+  }
 }
 
 }  // namespace

@@ -66,6 +66,9 @@ CALLS: dict[str, tuple[tuple[object, ...], str]] = {
     "reduce-scatter with counts": (("reduce_scatter", 0, 2, 0, "6,1,3", "5,1", ""), "5 5 15 3"),
     "all-to-all": (("all_to_all", 1, 2, 0, "6,2", "", ""), "6 3"),
     "all-to-all with counts": (("all_to_all", 1, 2, 0, "6,2", "4,2", "0,3"), "3 2 8 4 0 6"),
+    "a list": (("all_gather", 1, 3, 0, "2,5;1", "", ""), "6 2 3 1"),
+    "a list with counts": (("reduce_scatter", 1, 2, 0, "6,2;3", "5,1,1,2", ""), "1 1 10 2 2 2 1 2"),
+    "a list to all": (("all_to_all", 0, 2, 0, "1;2,2", "1,0,1,1", "2,1,0,3"), "3 1 1 0 2 1 3 1 2 2 0 6"),
     "without rows": (("all_to_all", 0, 2, 0, "0,4", "0,0", "1,0"), "1 0 0 0 4 0"),
 }
 
@@ -91,6 +94,14 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         "tensor 0 has the shape [5]; counts has 4 for this rank",
     ),
     "too few": (("gather", 0, 2, 0, "5", "5", ""), "invalid counts: [5] (expected 2 extents, one for each rank)"),
+    "too few lists": (
+        ("gather", 0, 2, 0, "5;5", "5,1", ""),
+        "invalid counts: [5, 1] (expected 2 extents, one for each rank, for each of the 2 tensors)",
+    ),
+    "of a list": (
+        ("reduce_scatter", 0, 2, 0, "6;3", "5,1,4,-1", ""),
+        "invalid counts: [4, -1] (expected 2 extents, one for each rank)",
+    ),
     "negative": (
         ("all_to_all", 0, 2, 0, "0", "0,0", "1,-1"),
         "invalid counts: [1, -1] (expected 2 extents, one for each rank)",

@@ -1,7 +1,8 @@
 // The blocks of a collective's tensors: their checks and their lengths. Pure.
 //
 // A tensor is cut into blocks, or joined from them, along its first axis: its rows. `counts` has the rows of each
-// rank's block, in rank order; without counts all blocks are equal. Every check throws an Error.
+// rank's block, in rank order, those of the first tensor first; without counts all blocks are equal. Every check throws
+// an Error.
 #pragma once
 
 #include <cstddef>
@@ -93,7 +94,7 @@ struct Rows {
   int64_t block;
 };
 
-// A rank's part in one call. It refers to the counts, which the caller keeps.
+// A rank's part in one call. It refers to the counts, which the caller keeps: those of all tensors, or of one (`of`).
 struct BlockCall {
   const CollectiveKind& kind;
   int64_t rank;
@@ -105,6 +106,15 @@ struct BlockCall {
   bool reads() const { return kind.root != Root::kSource || rank == root; }
   bool writes() const { return kind.root != Root::kTarget || rank == root; }
 
+  // The same with the counts of one tensor only.
+  BlockCall of(std::size_t tensor) const {
+    const auto part = [&](Extents all) {
+      return all.empty() ? all
+                         : Extents(all.data + static_cast<int64_t>(tensor) * ranks, static_cast<std::size_t>(ranks));
+    };
+    return {kind, rank, ranks, root, part(send), part(receive)};
+  }
+
   // Checks the counts of a call of `tensors` tensors.
   void check_counts(std::size_t tensors) const {
     if (kind.exchanges() && send.empty() != receive.empty())
@@ -112,9 +122,19 @@ struct BlockCall {
                   send.empty() ? "receive_counts without send_counts" : "send_counts without receive_counts",
                   "; give both");
     if (send.empty()) return;
+    for (const Extents counts : {send, kind.exchanges() ? receive : send}) {
+      if (tensors > 1 && counts.size != tensors * static_cast<std::size_t>(ranks))
+        throw Error(DL_COMM_ERROR_INVALID, "invalid counts: ", counts, " (expected ", ranks,
+                    " extents, one for each rank, for each of the ", tensors, " tensors)");
+    }
+    if (tensors == 1) return check_sums();
+    for (std::size_t tensor = 0; tensor < tensors; ++tensor) of(tensor).check_sums();
+  }
+
+  // Checks the counts of one tensor.
+  void check_sums() const {
     sum_of_counts(send, ranks);
     if (kind.exchanges()) sum_of_counts(receive, ranks);
-    if (tensors != 1) throw Error(DL_COMM_ERROR_INVALID, "blocks of different lengths need one tensor, not ", tensors);
   }
 
   // The rows of a tensor that is this rank's block. A scalar is a block of one row.

@@ -53,10 +53,10 @@ class ViewList {
     shapes_.insert(shapes_.end(), block.begin(), block.end());
   }
 
-  // Sets the lengths of the blocks of a tensor of this shape; none if `call` has no counts.
-  void set_counts(const BlockCall& call, Extents shape) {
-    send_counts_ = in_elements(call.send, row_length(shape));
-    receive_counts_ = in_elements(call.receive, row_length(shape));
+  // Adds the lengths of the blocks of the next tensor, of this shape and these counts; none if `call` has no counts.
+  void add_counts(const BlockCall& call, Extents shape) {
+    for (const std::size_t length : in_elements(call.send, row_length(shape))) send_counts_.push_back(length);
+    for (const std::size_t length : in_elements(call.receive, row_length(shape))) receive_counts_.push_back(length);
   }
 
   rust::Slice<const TensorView> views() const { return slice(views_); }

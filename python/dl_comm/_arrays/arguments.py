@@ -10,7 +10,7 @@ import numpy as np
 from dl_comm._arrays.cuda_arrays import DeviceArray, any_on_gpu, device_array, handed, is_on_gpu, new_like
 from dl_comm._arrays.groups import Group
 from dl_comm._arrays.memory import new_result
-from dl_comm._base.checks import checked_float, checked_ints, refuse_masked, refuse_missing
+from dl_comm._base.checks import checked_float, checked_ints, for_each, refuse_masked, refuse_missing
 from dl_comm._base.errors import ArgumentError, DTypeError
 from dl_comm._base.table import OPERATORS, SCALED
 
@@ -134,35 +134,33 @@ def checked_tag(tag: Any) -> int:
     return int(tag)
 
 
-def checked_counts(counts: Sequence[int], group: Group, arrays: list[Any] | None) -> list[int]:
-    """Counts as a list. ``arrays``: the array that has all of these blocks."""
-    listed = checked_ints("counts", counts, 0, 2**62)
-    if len(listed) != group.size:
-        raise ArgumentError(f"invalid counts: {listed} (expected {group.size} extents, one for each rank)")
-    if arrays is not None:
-        one_array(arrays)
-        if arrays[0].shape[:1] != (sum(listed),):
+def checked_counts(counts: Sequence[Any], group: Group, arrays: list[Any], whole: bool = False) -> list[list[int]]:
+    """The counts of each array as a list. ``whole``: the arrays have all of these blocks."""
+    found = []
+    for array, each in zip(arrays, for_each("counts", counts, len(arrays)), strict=True):
+        listed = checked_ints("counts", each, 0, 2**62)
+        if len(listed) != group.size:
+            raise ArgumentError(f"invalid counts: {listed} (expected {group.size} extents, one for each rank)")
+        if whole and array.shape[:1] != (sum(listed),):
             raise ArgumentError(
-                f"the counts {listed} have the sum {sum(listed)}; the array has the shape {arrays[0].shape}"
+                f"the counts {listed} have the sum {sum(listed)}; the array has the shape {array.shape}"
             )
-    return listed
+        found.append(listed)
+    return found
 
 
-def one_array(arrays: list[Any]) -> None:
-    if len(arrays) != 1:
-        raise ArgumentError(f"blocks of different lengths need one array, not {len(arrays)}")
+def in_elements(rows: list[list[int]] | None, arrays: list[Any]) -> list[int] | None:
+    """Extents of the first axes as numbers of elements, those of the first array first."""
+    if rows is None:
+        return None
+    each = [int(np.prod(array.shape[1:], dtype=np.int64)) for array in arrays]
+    return [extent * elements for extents, elements in zip(rows, each, strict=True) for extent in extents]
 
 
-def in_elements(rows: list[int] | None, array: Any) -> list[int] | None:
-    """Extents of the first axis as numbers of elements."""
-    each = int(np.prod(array.shape[1:], dtype=np.int64))
-    return None if rows is None else [extent * each for extent in rows]
-
-
-def block_extent(array: Any, index: int, rows: list[int] | None, group: Group) -> int:
+def block_extent(array: Any, index: int, rows: list[list[int]] | None, group: Group) -> int:
     """The extent of this rank's block of an array."""
     if rows is not None:
-        return rows[group.rank]
+        return rows[index][group.rank]
     if array.ndim == 0 or len(array) % group.size:
         raise ArgumentError(
             f"array {index} has the shape {array.shape}; its first axis must be a multiple of the {group.size} ranks"

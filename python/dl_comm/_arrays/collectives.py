@@ -8,7 +8,7 @@ Thread rule: any thread may call every function. The ranks of the group must all
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from dl_comm._arrays.arguments import (
     in_elements,
     kind_of,
     nothing,
-    one_array,
     operator_code,
     results_like,
     returned,
@@ -91,47 +90,51 @@ class _Call:
         handle.run(spec)
         return result()
 
-    def run_unknown(self, x: Any, arrays: list[Any], sent: list[list[int]] | None, return_counts: bool) -> Any:
-        """Runs or starts a call of which this rank knows only the extents that it sends: of each array, a list."""
+    def run_unknown(
+        self, x: Any, arrays: list[Any], sent: list[list[int]] | None, return_counts: bool, root: int | None = None
+    ) -> Any:
+        """Runs or starts a call of which this rank knows only the extents that it sends: of each array, a list.
+
+        With ``root``, only that rank has a result.
+        """
         wrap, with_counts = kind_of(x), checked_flag("return_counts", return_counts)
         # Rows without elements have lengths as rows of bytes.
         each = [int(np.prod(array.shape[1:], dtype=np.int64)) for array in arrays]
         given = [array if row else np.zeros(len(array), np.uint8) for array, row in zip(arrays, each, strict=True)]
-        lengths = None
-        if sent is not None:
-            lengths = [extent * (row or 1) for extents, row in zip(sent, each, strict=True) for extent in extents]
-        what = (self.kind.code, 0, 0, 1, given, None, lengths, None)
+        what = (self.kind.code, 0, root or 0, 1, given, None, in_elements(sent, given), None)
         spec = (*what, self.name, self.timeout, NO_FACTORS, self.by_name)
 
         def result(received: Any) -> Any:
             counts = [
                 [length // (row or 1) for length in lengths] for (lengths, _), row in zip(received, each, strict=True)
             ]
+            results = placed(received, counts) if root in (None, self.group.rank) else None
+            return (results, counts if wrap is list else counts[0]) if with_counts else results
+
+        def placed(received: Any, counts: list[list[int]]) -> Any:
             found = []
             for array, row, extents, (_, memory) in zip(arrays, each, counts, received, strict=True):
                 elements = np.asarray(memory).view(array.dtype) if row else np.empty(0, array.dtype)
                 found.append(elements.reshape(sum(extents), *array.shape[1:]))
-            results = wrap(found) if self.out is None else self.out
-            if self.out is not None:
-                for place, array in zip(results_like(self.out, found, [a.shape for a in found]), found, strict=True):
-                    np.copyto(place, array)
-            return (results, counts if wrap is list else counts[0]) if with_counts else results
+            if self.out is None:
+                return wrap(found)
+            for place, array in zip(results_like(self.out, found, [a.shape for a in found]), found, strict=True):
+                np.copyto(place, array)
+            return self.out
 
         handle = self.group.handle
         if self.async_op:
             return Work(handle.start_unknown(spec), lambda work: result(work.received()))
         return result(handle.run_unknown(spec))
 
-    def before(self, kind: type[Call], extents: Sequence[int], what: str) -> list[int]:
-        """The extents of all ranks, exchanged by a call before this one."""
-        values = np.array(extents)
-        shape = values.shape if kind is AllToAll else (len(values) * self.group.size,)
-        call = _Call(kind, self.group, f"{self.name or self.kind.name}: {what}")
+    def before(self, kind: type[Call], extents: list[list[int]]) -> list[list[int]]:
+        """The extents of all ranks for each array, exchanged by a call before this one."""
+        values = np.ascontiguousarray(np.array(extents).T)
+        found = np.empty((self.group.size, len(extents)), values.dtype)
+        call = _Call(kind, self.group, f"{self.name or self.kind.name}: extents")
         call.timeout, call.by_name = self.timeout, self.by_name
-        found = np.empty(shape, values.dtype)
-        blocks = self.group.size if kind is AllToAll else 1
-        call.run(nothing, [values], [found], blocks=blocks)
-        extents_of_all: list[int] = found.tolist()
+        call.run(nothing, [values], [found], blocks=len(values))
+        extents_of_all: list[list[int]] = found.T.tolist()
         return extents_of_all
 
 
@@ -170,70 +173,74 @@ def reduce(x: Any, root: int, op: str, common: tuple[Any, ...]) -> Any:
 
 
 @made(AllGather)
-def all_gather(x: Any, counts: Sequence[int] | None, ragged: bool, return_counts: bool, common: tuple[Any, ...]) -> Any:
-    call = _Call(AllGather, *common)
-    if checked_flag("ragged", ragged) and counts is None:
-        arrays = [with_axis(array) for array in arrays_of(x)[0]]
-        if not any_on_gpu(arrays):
-            return call.run_unknown(x, arrays, None, return_counts)
-    return _gathered(call, x, None, counts, ragged, return_counts)
+def all_gather(x: Any, counts: Sequence[Any] | None, ragged: bool, return_counts: bool, common: tuple[Any, ...]) -> Any:
+    return _gathered(_Call(AllGather, *common), x, None, counts, ragged, return_counts)
 
 
 @made(Gather)
-def gather(x: Any, root: int, counts: Sequence[int] | None, ragged: bool, common: tuple[Any, ...]) -> Any:
+def gather(x: Any, root: int, counts: Sequence[Any] | None, ragged: bool, common: tuple[Any, ...]) -> Any:
     call = _Call(Gather, *common)
     return _gathered(call, x, checked_rank(root, call.group), counts, ragged)
 
 
 def _gathered(
-    call: _Call, x: Any, root: int | None, counts: Sequence[int] | None, ragged: bool, return_counts: bool = False
+    call: _Call, x: Any, root: int | None, counts: Sequence[Any] | None, ragged: bool, return_counts: bool = False
 ) -> Any:
     """Joins arrays on rank ``root``; None: on all ranks."""
     arrays = [with_axis(array) for array in arrays_of(x)[0]]
-    rows = _rows(call, arrays, counts, ragged)
-    counted = (in_elements(rows, arrays[0]), None)
+    rows = _rows(call, arrays, counts)
+    if checked_flag("ragged", ragged) and rows is None:
+        if not any_on_gpu(arrays):
+            return call.run_unknown(x, arrays, None, return_counts, root)
+        rows = call.before(AllGather, [[len(array)] for array in arrays])
+    counted = (in_elements(rows, arrays), None)
     if root is not None and call.group.rank != root:
         return call.run(nothing, arrays, None, root=root, counts=counted)
-    totals = [sum(rows) if rows is not None else call.group.size * len(array) for array in arrays]
-    shapes = [(total, *array.shape[1:]) for array, total in zip(arrays, totals, strict=True)]
+    extents = rows or [[len(array)] * call.group.size for array in arrays]
+    shapes = [(sum(each), *array.shape[1:]) for array, each in zip(arrays, extents, strict=True)]
     results = results_like(call.out, arrays, shapes)
     result = returned(call.out, results, kind_of(x))
     if checked_flag("return_counts", return_counts):
-        extents = [rows or [len(array)] * call.group.size for array in arrays]
         result = _with_counts(result, kind_of(x)(extents))
     return call.run(result, arrays, results, root=root or 0, counts=counted)
 
 
+def gather_unknown(x: Any, root: int, return_counts: bool, **common: Any) -> Any:
+    """A gather of arrays of which the ranks know only their own extents; every rank may ask for those of all."""
+    call = _Call(Gather, **common)
+    return call.run_unknown(x, [with_axis(array) for array in arrays_of(x)[0]], None, return_counts, root)
+
+
 @made(Scatter)
-def scatter(x: Any, root: int, counts: Sequence[int] | None, common: tuple[Any, ...]) -> Any:
+def scatter(x: Any, root: int, counts: Sequence[Any] | None, common: tuple[Any, ...]) -> Any:
     call = _Call(Scatter, *common)
     root = checked_rank(root, call.group)
     if call.out is None and x is None:
         raise ArgumentError("out is None; scatter needs it, or arrays of the root's shapes on all ranks")
     sources = arrays_of(x)[0] if call.out is None or call.group.rank == root else []
     if call.out is None:
-        rows = None if counts is None else checked_counts(counts, call.group, sources)
+        rows = None if counts is None else checked_counts(counts, call.group, sources, whole=True)
         results = results_like(None, sources, _blocks(call, sources, rows))
     else:
         results, _ = arrays_of(call.out, "out")
-        rows = _rows(call, results, counts, False)
+        rows = _rows(call, results, counts)
         if call.group.rank == root:
             _check_blocks(call, sources, results, rows)
     result = returned(call.out, results, kind_of(x))
     given = sources if call.group.rank == root else None
-    return call.run(result, given, results, root=root, counts=(in_elements(rows, results[0]), None))
+    return call.run(result, given, results, root=root, counts=(in_elements(rows, results), None))
 
 
 @made(ReduceScatter)
 def reduce_scatter(
-    x: Any, op: str, counts: Sequence[int] | None, prescale: float, postscale: float, common: tuple[Any, ...]
+    x: Any, op: str, counts: Sequence[Any] | None, prescale: float, postscale: float, common: tuple[Any, ...]
 ) -> Any:
     call = _Call(ReduceScatter, *common)
     arrays, _ = arrays_of(x)
-    rows = None if counts is None else checked_counts(counts, call.group, arrays)
+    rows = None if counts is None else checked_counts(counts, call.group, arrays, whole=True)
     results = results_like(call.out, arrays, _blocks(call, arrays, rows))
     operator, factors = operator_code(op, prescale, postscale)
-    counted = (in_elements(rows, arrays[0]), None)
+    counted = (in_elements(rows, arrays), None)
     result = returned(call.out, results, kind_of(x))
     return call.run(result, arrays, results, operator=operator, counts=counted, factors=factors)
 
@@ -242,46 +249,32 @@ def reduce_scatter(
 def all_to_all(
     x: Any,
     send_counts: Sequence[Any] | None,
-    receive_counts: Sequence[int] | None,
+    receive_counts: Sequence[Any] | None,
     return_counts: bool,
     common: tuple[Any, ...],
 ) -> Any:
     call = _Call(AllToAll, *common)
     arrays, _ = arrays_of(x)
-    if send_counts is not None and receive_counts is None:
-        if not any_on_gpu(arrays):
-            return call.run_unknown(x, arrays, _sent(send_counts, call.group, arrays), return_counts)
-        receive_counts = call.before(AllToAll, checked_counts(send_counts, call.group, arrays), "counts")
-    with_counts = checked_flag("return_counts", return_counts)
-    if send_counts is None:
+    sent = received = None
+    if send_counts is not None:
+        sent = checked_counts(send_counts, call.group, arrays, whole=True)
         if receive_counts is not None:
-            raise ArgumentError("receive_counts without send_counts; give both")
-        _blocks(call, arrays, None)
-        results = results_like(call.out, arrays, [array.shape for array in arrays])
-        result = returned(call.out, results, kind_of(x))
-        if with_counts:
-            even = [[len(array) // call.group.size] * call.group.size for array in arrays]
-            result = _with_counts(result, kind_of(x)(even))
-        return call.run(result, arrays, results, blocks=call.group.size)
-    sent = checked_counts(send_counts, call.group, arrays)
-    received = checked_counts(cast(Sequence[int], receive_counts), call.group, None)
-    results = results_like(call.out, arrays, [(sum(received), *arrays[0].shape[1:])])
-    counts = (in_elements(sent, arrays[0]), in_elements(received, arrays[0]))
+            received = checked_counts(receive_counts, call.group, arrays)
+        elif any_on_gpu(arrays):
+            received = call.before(AllToAll, sent)
+        else:
+            return call.run_unknown(x, arrays, sent, return_counts)
+    elif receive_counts is not None:
+        raise ArgumentError("receive_counts without send_counts; give both")
+    extents = received or [[block[0]] * call.group.size for block in _blocks(call, arrays, None)]
+    shapes = [(sum(each), *array.shape[1:]) for array, each in zip(arrays, extents, strict=True)]
+    results = results_like(call.out, arrays, shapes)
     result = returned(call.out, results, kind_of(x))
-    if with_counts:
-        result = _with_counts(result, kind_of(x)([received]))
-    return call.run(result, arrays, results, counts=counts)
-
-
-def _sent(send_counts: Sequence[Any], group: Group, arrays: list[Any]) -> list[list[int]]:
-    """The extents that this rank sends of each array: ``send_counts`` is a list of them, or those of the only array."""
-    is_list = isinstance(send_counts, (list, tuple)) and isinstance(next(iter(send_counts), None), (list, tuple))
-    lists = send_counts if is_list else [send_counts]
-    if len(lists) != len(arrays):
-        raise ArgumentError(
-            f"blocks of different lengths need one array, not {len(arrays)}, or a list of send_counts for each"
-        )
-    return [checked_counts(each, group, [array]) for each, array in zip(lists, arrays, strict=True)]
+    if checked_flag("return_counts", return_counts):
+        result = _with_counts(result, kind_of(x)(extents))
+    counts = (in_elements(sent, arrays), in_elements(received, arrays))
+    blocks = call.group.size if sent is None else 1
+    return call.run(result, arrays, results, blocks=blocks, counts=counts)
 
 
 def _with_counts(result: Callable[[], Any], counts: Any) -> Callable[[], Any]:
@@ -315,19 +308,17 @@ def barrier(common: tuple[Any, ...]) -> None:
     _Call(Barrier, *common).run(nothing, [], [])
 
 
-def _rows(call: _Call, arrays: list[Any], counts: Sequence[int] | None, ragged: bool) -> list[int] | None:
-    """The extents of all ranks' arrays, if they differ."""
-    if not checked_flag("ragged", ragged) and counts is None:
-        return None
-    one_array(arrays)
+def _rows(call: _Call, arrays: list[Any], counts: Sequence[Any] | None) -> list[list[int]] | None:
+    """The extents of all ranks' arrays, of which this rank has ``arrays``."""
     if counts is None:
-        return call.before(AllGather, [len(arrays[0])], "extents")
-    listed = checked_counts(counts, call.group, None)
-    if listed[call.group.rank] != _extent(arrays[0]):
-        raise ArgumentError(
-            f"counts has {listed[call.group.rank]} for this rank; its array has the shape {arrays[0].shape}"
-        )
-    return listed
+        return None
+    rows = checked_counts(counts, call.group, arrays)
+    for array, each in zip(arrays, rows, strict=True):
+        if each[call.group.rank] != _extent(array):
+            raise ArgumentError(
+                f"counts has {each[call.group.rank]} for this rank; its array has the shape {array.shape}"
+            )
+    return rows
 
 
 def _extent(array: Any) -> int:
@@ -337,17 +328,18 @@ def _extent(array: Any) -> int:
     return len(array)
 
 
-def _blocks(call: _Call, arrays: list[Any], rows: list[int] | None) -> list[tuple[int, ...]]:
+def _blocks(call: _Call, arrays: list[Any], rows: list[list[int]] | None) -> list[tuple[int, ...]]:
     """The shapes of this rank's blocks of the arrays."""
     own = [block_extent(array, index, rows, call.group) for index, array in enumerate(arrays)]
     return [(extent, *array.shape[1:]) for array, extent in zip(arrays, own, strict=True)]
 
 
-def _check_blocks(call: _Call, sources: list[Any], results: list[Any], rows: list[int] | None) -> None:
+def _check_blocks(call: _Call, sources: list[Any], results: list[Any], rows: list[list[int]] | None) -> None:
     """Raises ArgumentError when the arrays of the root of a scatter do not fit its ``out``."""
     if len(sources) != len(results):
         raise ArgumentError(f"x has {len(sources)} arrays; out has {len(results)}")
     for index, (source, block) in enumerate(zip(sources, results, strict=True)):
-        wanted = (sum(rows) if rows is not None else call.group.size * _extent(block), *block.shape[1:])
+        extent = sum(rows[index]) if rows is not None else call.group.size * _extent(block)
+        wanted = (extent, *block.shape[1:])
         if source.shape != wanted:
             raise ArgumentError(f"x: array {index} has the shape {source.shape}; out asks for {wanted}")

@@ -70,24 +70,24 @@ class Scaled(Common, total=False):
 class Ragged(Common, total=False):
     """Of all_gather and gather."""
 
-    counts: Sequence[int] | None
+    counts: Sequence[Any] | None
     ragged: bool
 
 
 class ScaledBlocks(Scaled, total=False):
     """Of reduce_scatter."""
 
-    counts: Sequence[int] | None
+    counts: Sequence[Any] | None
 
 
 class Exchanged(Common, total=False):
     """Of all_to_all."""
 
     send_counts: Sequence[Any] | None
-    receive_counts: Sequence[int] | None
+    receive_counts: Sequence[Any] | None
 
 
 class Scattered(Matched, total=False):
     """Of scatter, which has overloads for ``out``."""
 
-    counts: Sequence[int] | None
+    counts: Sequence[Any] | None

@@ -68,6 +68,19 @@ def checked_ints(name: str, values: Any, low: int, high: int = 2**31 - 1) -> lis
     return [checked_int(f"{name}, entry {index}", value, low, high) for index, value in enumerate(listed)]
 
 
+def for_each(name: str, counts: Any, arrays: int) -> list[Any]:
+    """The extents of the blocks of each of so many arrays: ``counts`` is a list of them, or those of the only one."""
+    is_nested = isinstance(counts, (list, tuple)) and any(
+        isinstance(entry, (list, tuple, range)) or (getattr(entry, "ndim", 0) or 0) > 0 for entry in counts
+    )
+    lists = list(counts) if is_nested else [counts]
+    if len(lists) != arrays:
+        raise ArgumentError(
+            f"invalid {name}: {counts!r} (expected a list for each of the {arrays} arrays, not {len(lists)})"
+        )
+    return lists
+
+
 def checked_text(name: str, value: Any) -> str:
     """``value``, which the core takes as text."""
     if not isinstance(value, str):

@@ -91,9 +91,10 @@ OPTIONS = {
     ),
     "postscale": Option("float", "1.0", "The same of the result."),
     "counts": Option(
-        "Sequence[int] | None",
+        "Sequence[Any] | None",
         "None",
-        "The extents of the first axis of each rank's block, if they differ; the same list on all ranks. One array.",
+        "The extents of the first axis of each rank's block, if they differ; the same on all ranks. Of a list of "
+        "arrays, a list for each.",
     ),
     "ragged": Option(
         "bool", "False", "The extents of the first axis differ between the ranks, and travel inside the call."
@@ -105,16 +106,16 @@ OPTIONS = {
         "list, or one for each array of a list.",
     ),
     "send_counts": Option(
-        "Sequence[int] | None",
+        "Sequence[Any] | None",
         "None",
         "The extents of the first axes of the blocks that this rank sends, if they differ. Of a list of arrays, a list "
         "for each.",
     ),
     "receive_counts": Option(
-        "Sequence[int] | None",
+        "Sequence[Any] | None",
         "None",
-        "The same of those that it receives, of one array; None with ``send_counts``: they travel inside the call. All "
-        "ranks give it, or none does.",
+        "The same of those that it receives; None with ``send_counts``: they travel inside the call. All ranks give "
+        "it, or none does.",
     ),
     "in_place": Option("bool", "True", "Write the values into the arrays; False: return new ones."),
     "async_op": Option(
@@ -362,9 +363,6 @@ class Gather(Call):
     name = "gather"
     positional = ("x", "root")
     keywords = tuple(name for name in AllGather.keywords if name != "return_counts")
-    own: ClassVar = {
-        "ragged": Option("bool", "False", "The extents of the first axis differ, and the ranks exchange them first.")
-    }
     summary = (
         "Joins the arrays of all ranks along the first axis, in the order of the ranks; rank ``root`` of the group "
         "gets the result. Collective."
@@ -484,6 +482,7 @@ class ReduceScatter(Call):
         x = np.ones((2 * dl_comm.size(), 3))
         y = dl_comm.reduce_scatter(x)  # (2, 3): rows of this rank of the sum
         dl_comm.reduce_scatter(x, "mean", counts=[3, 1])  # 2 ranks: 3 rows for rank 0, one for rank 1
+        dl_comm.reduce_scatter([x, x], counts=[[3, 1], [0, 4]])  # two arrays in one call
     """
     if TYPE_CHECKING:
 

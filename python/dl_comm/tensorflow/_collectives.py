@@ -14,10 +14,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dl_comm._arrays.arguments import NO_FACTORS, arrays_of, one_array, operator_code
+from dl_comm._arrays.arguments import NO_FACTORS, arrays_of, operator_code
 from dl_comm._arrays.collectives import barrier as barrier_now
 from dl_comm._arrays.groups import Group, given, is_routed
-from dl_comm._base.checks import checked_by_name, checked_flag, checked_ints, checked_name, checked_root, seconds
+from dl_comm._base.checks import (
+    checked_by_name,
+    checked_flag,
+    checked_ints,
+    checked_name,
+    checked_root,
+    for_each,
+    seconds,
+)
 from dl_comm._base.errors import ArgumentError, DTypeError
 from dl_comm._base.made import Variant
 from dl_comm._base.table import (
@@ -82,20 +90,19 @@ class _Call:
         )
         return list(results) if self.is_list else results[0]
 
-    def exchanged(self, kind: type[Call], extents: tf.Tensor) -> tf.Tensor:
+    def exchanged(self, kind: type[Call], extents: list[tf.Tensor]) -> list[tf.Tensor]:
         """Runs the collective on the extents of blocks, before the call itself."""
         name = f"{self.name}: extents"
         with tf.device("CPU:0"):  # where the ops read them
-            return _ops.collective(kind.code, [extents], name, self.group, self.timeout, by_name=self.by_name)[0]
+            return list(_ops.collective(kind.code, extents, name, self.group, self.timeout, by_name=self.by_name))
 
-    def extents(self, counts: Any, ragged: bool) -> list[tf.Tensor]:
-        """The extents of the first axis of all ranks' tensors, if they differ."""
+    def extents(self, counts: Any, ragged: bool = False) -> list[tf.Tensor]:
+        """For each tensor the extents of the first axis on all ranks, if they differ."""
         if not checked_flag("ragged", ragged) and counts is None:
             return []
-        one_array(self.tensors)
         if counts is not None:
-            return [_counts(counts)]
-        return [self.exchanged(AllGather, _ops.extent(self.tensors[0]))]
+            return [_counts(each) for each in for_each("counts", counts, len(self.tensors))]
+        return self.exchanged(AllGather, [_ops.extent(tensor) for tensor in self.tensors])
 
     def with_counts(
         self,
@@ -181,16 +188,6 @@ def reduce(x: Any, root: int, op: str, common: tuple[Any, ...]) -> Any:
 
 @op_of(AllGather, _variant(AllGather))
 def all_gather(x: Any, counts: Any, ragged: bool, return_counts: bool, common: tuple[Any, ...]) -> Any:
-    if isinstance(x, (list, tuple)) and len(x) > 1 and checked_flag("ragged", ragged) and counts is None:
-        group, name, timeout, by_name = common
-        options: dict[str, Any] = {
-            "group": group,
-            "timeout": timeout,
-            "by_name": by_name,
-            "return_counts": return_counts,
-        }
-        found = [all_gather(each, ragged=True, name=name and f"{name} {i}", **options) for i, each in enumerate(x)]
-        return tuple(map(list, zip(*found, strict=True))) if return_counts else found
     call = _Call(AllGather, x, *common)
     extents = call.extents(counts, ragged)
     return call.with_counts(return_counts, call.run(counts=extents), extents, lambda own, size: tf.fill([size], own))
@@ -208,14 +205,14 @@ def gather(x: Any, root: int, counts: Any, ragged: bool, common: tuple[Any, ...]
 @op_of(Scatter, _variant(Scatter))
 def scatter(x: Any, root: int, counts: Any, common: tuple[Any, ...]) -> Any:
     call = _Call(Scatter, x, *common)
-    return call.run(counts=call.extents(counts, False), root=checked_root(root))
+    return call.run(counts=call.extents(counts), root=checked_root(root))
 
 
 @op_of(ReduceScatter, _variant(ReduceScatter))
 def reduce_scatter(x: Any, op: str, counts: Any, prescale: float, postscale: float, common: tuple[Any, ...]) -> Any:
     operator, factors = operator_code(op, prescale, postscale)
     call = _Call(ReduceScatter, x, *common)
-    return call.run(operator, factors, counts=call.extents(counts, False))
+    return call.run(operator, factors, counts=call.extents(counts))
 
 
 @op_of(AllToAll, _variant(AllToAll))
@@ -223,12 +220,12 @@ def all_to_all(x: Any, send_counts: Any, receive_counts: Any, return_counts: boo
     if send_counts is None and receive_counts is not None:
         raise ArgumentError("receive_counts without send_counts; give both")
     call = _Call(AllToAll, x, *common)
-    counts = call.extents(send_counts, False)
-    if counts:
-        received = None if receive_counts is None else _counts(receive_counts)
-        counts.append(call.exchanged(AllToAll, counts[0]) if received is None else received)
+    sent = call.extents(send_counts)
+    received = (
+        call.extents(receive_counts) if receive_counts is not None or not sent else call.exchanged(AllToAll, sent)
+    )
     even = lambda own, size: tf.fill([size], own // tf.cast(size, own.dtype))  # noqa: E731
-    return call.with_counts(return_counts, call.run(counts=counts), counts[1:], even)
+    return call.with_counts(return_counts, call.run(counts=[*sent, *received]), received, even)
 
 
 @op_of(Barrier, _variant(Barrier, "Nothing; in a graph, an operation that ends when every rank has called it."))

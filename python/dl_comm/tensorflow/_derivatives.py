@@ -53,17 +53,15 @@ class _Backward:
             numbers = [Broadcast.code, _SUM, 0, numbers[0], *NO_FACTORS, *numbers[1:]]
         self.code, self.operator, self.group, self.root = map(int, numbers[:4])
         self.factors, self.timeout, self.by_name = (numbers[4], numbers[5]), numbers[7], bool(int(numbers[6]) & 2)
-        self.counts = list(op.inputs[self.outputs :])
+        lists = range(self.outputs, len(op.inputs), self.outputs)
+        self.counts = [op.inputs[first + i] for first in lists for i in self.indices]
 
     def call(
         self, code: int, tensors: Sequence[Any], counts: Sequence[Any] = (), name: str = "", **options: Any
     ) -> list[Any]:
         """Runs a collective on the group and with the root of the op."""
         options = {"root": self.root, "timeout": self.timeout, "by_name": self.by_name, "counts": counts, **options}
-        # Counts belong to one tensor.
-        parts = [[tensor] for tensor in tensors] if counts else [tensors]
-        name = self.name + name
-        return [result for part in parts for result in _ops.collective(code, part, name, self.group, **options)]
+        return list(_ops.collective(code, tensors, self.name + name, self.group, **options))
 
     def scaled(self, tensors: Sequence[Any]) -> list[Any]:
         """Multiplies by the factor of each input in the results: that of a mean, or of factors."""
@@ -123,11 +121,9 @@ def _of_all_gather(back: _Backward) -> list[Any]:
 def _of_gather(back: _Backward) -> list[Any]:
     # The gradients of other ranks than the root have no rows, so the blocks need counts.
     size = _ops.run("dl_comm_group", back.group).size
-    results = []
-    for x, dy in zip(back.x, back.dy, strict=True):
-        counts = back.counts or [tf.fill([size], _ops.extent(x)[0])]
-        results.append(tf.reshape(back.call(Scatter.code, [dy], counts)[0], tf.shape(x)))
-    return results
+    counts = back.counts or [tf.fill([size], _ops.extent(x)[0]) for x in back.x]
+    blocks = back.call(Scatter.code, back.dy, counts)
+    return [tf.reshape(block, tf.shape(x)) for block, x in zip(blocks, back.x, strict=True)]
 
 
 def _of_scatter(back: _Backward) -> list[Any]:
@@ -143,7 +139,7 @@ def _with_zeros(rows: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
 
 def _of_reduce_scatter(back: _Backward) -> list[Any]:
     if back.operator in _EXTREMES:
-        both = back.call(AllGather.code, back.dy + back.y, back.counts)
+        both = back.call(AllGather.code, back.dy + back.y, back.counts * 2)
         return back.shared(both[: len(back.dy)], both[len(back.dy) :])
     if _NAMES[back.operator] not in _LINEAR:
         raise back.refuse("reduce_scatter")
@@ -151,7 +147,8 @@ def _of_reduce_scatter(back: _Backward) -> list[Any]:
 
 
 def _of_all_to_all(back: _Backward) -> list[Any]:
-    return back.call(AllToAll.code, back.dy, back.counts[::-1])
+    sent, received = back.counts[: len(back.x)], back.counts[len(back.x) :]
+    return back.call(AllToAll.code, back.dy, received + sent)
 
 
 _OF = {

@@ -13,7 +13,15 @@ import torch
 
 from dl_comm._arrays import groups
 from dl_comm._arrays.groups import Group
-from dl_comm._base.checks import checked_by_name, checked_ints, checked_name, refuse_masked, refuse_missing, seconds
+from dl_comm._base.checks import (
+    checked_by_name,
+    checked_ints,
+    checked_name,
+    for_each,
+    refuse_masked,
+    refuse_missing,
+    seconds,
+)
 from dl_comm._base.errors import ArgumentError, DTypeError
 from dl_comm._job import state
 from dl_comm.torch import _ops
@@ -174,11 +182,12 @@ def checked_tag(tag: Any) -> int:
     return int(tag)
 
 
-def listed_counts(counts: Sequence[int] | None) -> list[int]:
-    """Return counts as the ops take them."""
+def listed_counts(counts: Sequence[Any] | None, x: Any) -> list[int]:
+    """Return the counts of the tensors `x` as the ops take them: those of the first tensor first."""
     if counts is None:
         return []
-    listed = checked_ints("counts", counts, -(2**62), 2**62)
+    each = for_each("counts", counts, len(x) if isinstance(x, (list, tuple)) else 1)
+    listed = [count for one in each for count in checked_ints("counts", one, -(2**62), 2**62)]
     if not listed:
         raise ArgumentError("invalid counts: [] (expected extents, one for each rank)")
     return listed

@@ -44,13 +44,22 @@ def _on_root(results: Tensors, rank: int, root: int) -> Tensors:
     return results if rank == root else [result.new_empty((0,)) for result in results]
 
 
+def _of_tensor(counts: list[int], index: int, size: int) -> list[int]:
+    return counts[index * size : (index + 1) * size]
+
+
 def _joined(tensors: Tensors, size: int, counts: list[int]) -> Tensors:
     blocks = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
-    return [block.new_empty((sum(counts) if counts else block.shape[0] * size, *block.shape[1:])) for block in blocks]
+    extents = _sums(counts, len(blocks), size) if counts else [block.shape[0] * size for block in blocks]
+    return [block.new_empty((rows, *block.shape[1:])) for block, rows in zip(blocks, extents, strict=True)]
+
+
+def _sums(counts: list[int], tensors: int, size: int) -> list[int]:
+    return [sum(_of_tensor(counts, index, size)) for index in range(tensors)]
 
 
 def _cut(tensors: Tensors, rank: int, size: int, counts: list[int]) -> Tensors:
-    extents = [counts[rank] if counts else _block(tensor, size) for tensor in tensors]
+    extents = counts[rank::size] if counts else [_block(tensor, size) for tensor in tensors]
     return [tensor.new_empty((each, *tensor.shape[1:])) for tensor, each in zip(tensors, extents, strict=True)]
 
 
@@ -64,7 +73,7 @@ def _block(tensor: torch.Tensor, size: int) -> int:
 
 def _exchanged(tensors: Tensors, size: int, sent: list[int], received: list[int]) -> Tensors:
     if sent:
-        return [tensor.new_empty((sum(received), *tensor.shape[1:])) for tensor in tensors]
+        return _joined(tensors, size, received)
     for tensor in tensors:
         _block(tensor, size)
     return _same(tensors)
@@ -181,7 +190,8 @@ def _all_gather(ctx: Any, grads: Tensors, shapes: Shapes, place: Place, counts: 
 def _gather(ctx: Any, grads: Tensors, shapes: Shapes, place: Place, root: int, counts: list[int], how: How) -> Tensors:
     size = place[2]
     blocks = [tuple(shape) or (1,) for shape in shapes]
-    joined = [(sum(counts) if counts else size * block[0], *block[1:]) for block in blocks]
+    rows = _sums(counts, len(blocks), size) if counts else [size * block[0] for block in blocks]
+    joined = [(extent, *block[1:]) for block, extent in zip(blocks, rows, strict=True)]
     found = call(_ops.scatter, spread(grads, joined, place, root), *place, root, counts, *how)
     return [each.reshape(tuple(shape)) for each, shape in zip(found, shapes, strict=True)]
 
@@ -218,6 +228,11 @@ def _all_to_all(
     return found
 
 
+def _kept(counts: list[int], floating: Sequence[bool], size: int) -> list[int]:
+    """The counts of the tensors that have gradients."""
+    return [count for index, keeps in enumerate(floating) if keeps for count in _of_tensor(counts, index, size)]
+
+
 def _register(name: str, gradient: Callable[..., Tensors], saves: Callable[..., bool]) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         tensors, *arguments = inputs
@@ -234,6 +249,7 @@ def _register(name: str, gradient: Callable[..., Tensors], saves: Callable[..., 
         place, arguments = tuple(arguments[:3]), arguments[3:]
         known = [grad for grad, floating in zip(grads, ctx.floating, strict=True) if floating]
         shapes = [shape for shape, floating in zip(ctx.shapes, ctx.floating, strict=True) if floating]
+        arguments = [_kept(each, ctx.floating, place[2]) if isinstance(each, list) else each for each in arguments]
         found = iter(
             gradient(ctx, known, shapes, place, *arguments, (f"{call_name or name}.gradient", timeout, by_name))
         )

@@ -100,71 +100,79 @@ def reduce(x: Any, root: int, op: str, common: tuple[Any, ...]) -> Any:
 
 
 @made(AllGather, _TORCH)
-def all_gather(x: Any, counts: Sequence[int] | None, ragged: bool, return_counts: bool, common: tuple[Any, ...]) -> Any:
+def all_gather(x: Any, counts: Sequence[Any] | None, ragged: bool, return_counts: bool, common: tuple[Any, ...]) -> Any:
     if checked_flag("ragged", ragged) and counts is None and _travel_inside(x, common):
         return run_unknown(AllGather, x, None, return_counts, common)
     extents = _extents(AllGather, x, counts, ragged, common)
     result = _run(AllGather, x, common, extents)
     if not checked_flag("return_counts", return_counts):
         return result
-    size = place(common[0])[2]
-    return _with_counts(x, result, lambda tensor: extents or [tensor.shape[0] if tensor.dim() else 1] * size)
+    return _with_counts(x, result, extents, common, lambda tensor, size: tensor.shape[0] if tensor.dim() else 1)
 
 
 @made(Gather, _GATHER)
-def gather(x: Any, root: int, counts: Sequence[int] | None, ragged: bool, common: tuple[Any, ...]) -> Any:
+def gather(x: Any, root: int, counts: Sequence[Any] | None, ragged: bool, common: tuple[Any, ...]) -> Any:
+    if checked_flag("ragged", ragged) and counts is None and _travel_inside(x, common):
+        return run_unknown(Gather, x, None, False, common, checked_rank(root))
     return _run(Gather, x, common, checked_rank(root), _extents(Gather, x, counts, ragged, common), root=root)
 
 
 @made(Scatter, _TORCH._replace(note=_NOTE + " If the root's tensors require gradients, those of all ranks must."))
-def scatter(x: Any, root: int, counts: Sequence[int] | None, common: tuple[Any, ...]) -> Any:
+def scatter(x: Any, root: int, counts: Sequence[Any] | None, common: tuple[Any, ...]) -> Any:
     if x is None and common[3] is None:
         raise ArgumentError("out is None; scatter needs it, or tensors of the root's shapes on all ranks")
-    return _run(Scatter, x, common, checked_rank(root), listed_counts(counts))
+    return _run(Scatter, x, common, checked_rank(root), listed_counts(counts, common[3] if x is None else x))
 
 
 @made(ReduceScatter, _TORCH)
 def reduce_scatter(
-    x: Any, op: str, counts: Sequence[int] | None, prescale: float, postscale: float, common: tuple[Any, ...]
+    x: Any, op: str, counts: Sequence[Any] | None, prescale: float, postscale: float, common: tuple[Any, ...]
 ) -> Any:
     factors = (checked_float("prescale", prescale), checked_float("postscale", postscale))
-    return _run(ReduceScatter, x, common, operator_name(op), *factors, listed_counts(counts))
+    return _run(ReduceScatter, x, common, operator_name(op), *factors, listed_counts(counts, x))
 
 
 @made(AllToAll, _TORCH)
 def all_to_all(
     x: Any,
     send_counts: Sequence[Any] | None,
-    receive_counts: Sequence[int] | None,
+    receive_counts: Sequence[Any] | None,
     return_counts: bool,
     common: tuple[Any, ...],
 ) -> Any:
     if send_counts is not None and receive_counts is None and _travel_inside(x, common):
         return run_unknown(AllToAll, x, send_counts, return_counts, common)
-    sent, received = listed_counts(send_counts), listed_counts(receive_counts)
+    sent, received = listed_counts(send_counts, x), listed_counts(receive_counts, x)
     if send_counts is not None and receive_counts is None:
-        received = _before(AllToAll, all_to_all, sent, "counts", common)
+        received = _before(AllToAll, all_to_all, _parts(sent, x), common)
     result = _run(AllToAll, x, common, sent, received)
     if not checked_flag("return_counts", return_counts):
         return result
-    size = place(common[0])[2]
-    return _with_counts(x, result, lambda tensor: received or [tensor.shape[0] // size] * size)
+    return _with_counts(x, result, received, common, lambda tensor, size: tensor.shape[0] // size)
 
 
 def _travel_inside(x: Any, common: tuple[Any, ...]) -> bool:
     """Return whether lengths travel inside the call. Otherwise the ranks exchange them first.
 
-    They do in host memory, where lists and started calls on GPUs go, too; not in a compiled graph.
+    They do in host memory, where started calls on GPUs go, too; not in a compiled graph.
     """
-    is_plain = common[4] is False and not (isinstance(x, (list, tuple)) and len(x) > 1)
-    return not torch.compiler.is_compiling() and not (is_plain and device_of(x) == "gpu")
+    return not torch.compiler.is_compiling() and not (common[4] is False and device_of(x) == "gpu")
 
 
-def _with_counts(x: Any, result: Any, counts_of: Callable[[torch.Tensor], list[int]]) -> Any:
-    """Return a result, or a `Work` of it, together with the extents of its blocks."""
+def _parts(counts: list[int], x: Any) -> list[list[int]]:
+    """Return the counts of each of the tensors `x`."""
+    size = len(counts) // (len(x) if isinstance(x, (list, tuple)) else 1)
+    return [counts[start : start + size] for start in range(0, len(counts), size)]
+
+
+def _with_counts(
+    x: Any, result: Any, counts: list[int], common: tuple[Any, ...], even: Callable[[torch.Tensor, int], int]
+) -> Any:
+    """Return a result, or a `Work` of it, with the extents of its blocks: `counts`, or `even` ones."""
     tensors, wrap = tensors_of(x)
-    counts = [counts_of(tensor) for tensor in tensors]
-    counted: Any = counts[0] if wrap in (first, item) else counts
+    size = place(common[0])[2]
+    each = _parts(counts, x) if counts else [[even(tensor, size)] * size for tensor in tensors]
+    counted: Any = each[0] if wrap in (first, item) else each
     if not isinstance(result, Work):
         return result, counted
     return result.map(lambda made: (made, counted))
@@ -259,22 +267,19 @@ def _run(kind: type[Call], x: Any, common: tuple[Any, ...], *own: Any, root: int
 
 
 def _extents(
-    kind: type[Call], x: Any, counts: Sequence[int] | None, ragged: bool, common: tuple[Any, ...]
+    kind: type[Call], x: Any, counts: Sequence[Any] | None, ragged: bool, common: tuple[Any, ...]
 ) -> list[int]:
-    """Return the extents of all ranks' tensors, if they differ."""
+    """Return the extents of all ranks' tensors, if they differ, as the ops take them."""
     if not checked_flag("ragged", ragged) or counts is not None:
-        return listed_counts(counts)
+        return listed_counts(counts, x)
     tensors, _ = tensors_of(x)
-    if len(tensors) != 1:
-        raise ArgumentError(f"blocks of different lengths need one tensor, not {len(tensors)}")
-    return _before(kind, all_gather, [tensors[0].shape[0] if tensors[0].dim() else 1], "extents", common)
+    return _before(kind, all_gather, [[tensor.shape[0] if tensor.dim() else 1] for tensor in tensors], common)
 
 
-def _before(
-    kind: type[Call], call: Callable[..., Any], extents: list[int], what: str, common: tuple[Any, ...]
-) -> list[int]:
-    """Return the extents of all ranks, exchanged by a call before that of `kind`."""
+def _before(kind: type[Call], call: Callable[..., Any], extents: list[list[int]], common: tuple[Any, ...]) -> list[int]:
+    """Return the extents of all ranks for each tensor, exchanged by a call before that of `kind`."""
     group, name, timeout, _, _, by_name = common
     options = {"group": group, "timeout": timeout, "by_name": by_name}
-    found: list[int] = call(torch.tensor(extents), name=f"{call_name(name) or kind.name}: {what}", **options).tolist()
-    return found
+    found = call([torch.tensor(each) for each in extents], name=f"{call_name(name) or kind.name}: extents", **options)
+    listed: list[int] = torch.cat(found).tolist()
+    return listed

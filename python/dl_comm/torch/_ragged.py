@@ -1,4 +1,4 @@
-"""All-gathers and all-to-alls in which the lengths travel inside the call: tensors as NumPy arrays, in host memory.
+"""Calls in which the lengths travel: all-gathers, gathers, all-to-alls of tensors as NumPy arrays, in host memory.
 
 Thread rule: any thread.
 """
@@ -12,31 +12,44 @@ import torch
 
 from dl_comm._arrays import collectives
 from dl_comm._arrays.work import Work
-from dl_comm._base.checks import checked_flag, seconds
+from dl_comm._base.checks import checked_flag, for_each, seconds
 from dl_comm._base.errors import ArgumentError
-from dl_comm._base.table import AllGather, AllToAll, Call
+from dl_comm._base.table import AllGather, AllToAll, Call, Gather
 from dl_comm.torch import _ops
-from dl_comm.torch._arguments import call_name, carried, first, item, place, refuse_gradients, tensors_of
+from dl_comm.torch._arguments import call_name, carried, first, item, nothing, place, refuse_gradients, tensors_of
 from dl_comm.torch._autograd import gradient_of
 
-_RUN: dict[type[Call], Callable[..., Any]] = {AllGather: collectives.all_gather, AllToAll: collectives.all_to_all}
+_RUN: dict[type[Call], Callable[..., Any]] = {
+    AllGather: collectives.all_gather,
+    Gather: collectives.gather_unknown,
+    AllToAll: collectives.all_to_all,
+}
 
 
-def run_unknown(kind: type[Call], x: Any, sent: Any, return_counts: bool, common: tuple[Any, ...]) -> Any:
-    """Run or start a call of which this rank knows only the extents that it sends."""
+def run_unknown(
+    kind: type[Call], x: Any, sent: Any, return_counts: bool, common: tuple[Any, ...], root: int | None = None
+) -> Any:
+    """Run or start a call of which this rank knows only the extents that it sends. Only `root` has a result, if any."""
     group, name, timeout, out, async_op, by_name = common
     tensors, wrap = tensors_of(x)
     wrap = first if wrap is item else wrap
     with_counts = checked_flag("return_counts", return_counts)
+    where = place(group, kind.code, tensors)
+    if root not in (None, where[1]):
+        out, wrap = None, wrap if _ops.learns(tensors) else nothing
     if out is not None or async_op:
         refuse_gradients(tensors, "a call with out or async_op")
     arrays, kinds = _as_arrays(tensors)
-    own: dict[str, Any] = {"ragged": True} if sent is None else {"send_counts": _plain(sent)}
+    own: dict[str, Any] = {"ragged": True} if root is None else {"root": root}
+    if sent is not None:
+        own = {"send_counts": _plain(sent)}
     options = {"group": group, "timeout": timeout, "by_name": by_name, "async_op": async_op, "return_counts": True}
     options["name"] = f"{call_name(name) or kind.name}{kinds}" if kinds else name
 
     def as_tensors(found: Any) -> tuple[list[torch.Tensor], list[list[int]]]:
         results, counts = found
+        if results is None:
+            return [x.new_empty((0,)) for x in tensors], counts
         made = [torch.from_numpy(y).view(x.dtype).to(x.device) for x, y in zip(tensors, results, strict=True)]
         return made, counts
 
@@ -53,18 +66,18 @@ def run_unknown(kind: type[Call], x: Any, sent: Any, return_counts: bool, common
     if not _ops.learns(tensors):
         return returned(*run())
     known: list[list[int]] = []
-    where, how = place(group, kind.code, tensors), (f"{name or kind.name}.gradient", seconds(timeout), bool(by_name))
+    how = (f"{name or kind.name}.gradient", seconds(timeout), bool(by_name))
 
     def gradient(grads: Sequence[Any]) -> list[Any]:
-        found: list[Any] = []
-        for i, (x, grad) in enumerate(zip(tensors, grads, strict=True)):
-            if x.is_floating_point() or x.is_complex():
-                counts = [known[i]] if sent is None else [_sent_of(own["send_counts"], i), known[i]]
-                label = f"{how[0]} {i}" if len(tensors) > 1 else how[0]
-                found += gradient_of(kind.name, [grad], [x.shape], where, counts, (label, *how[1:]))
-            else:
-                found.append(None)
-        return found
+        kept = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
+        arguments: list[Any] = [] if root is None else [root]
+        if sent is not None:
+            lists = for_each("counts", own["send_counts"], len(tensors))
+            arguments.append([int(extent) for i in kept for extent in lists[i]])
+        arguments.append([extent for i in kept for extent in known[i]])
+        shapes = [tensors[i].shape for i in kept]
+        made = iter(gradient_of(kind.name, [grads[i] for i in kept], shapes, where, arguments, how))
+        return [next(made) if i in kept else None for i in range(len(tensors))]
 
     results = _Function.apply(run, gradient, known, *tensors)
     return returned(results, known)
@@ -101,11 +114,6 @@ def _plain(sent: Any) -> Any:
     if isinstance(sent, (list, tuple)):
         return [_plain(each) for each in sent]
     return sent.tolist() if isinstance(sent, torch.Tensor) else sent
-
-
-def _sent_of(sent: Any, index: int) -> list[int]:
-    """Return the extents of one tensor, which the call has checked."""
-    return list(map(int, sent[index] if isinstance(sent[0], list) else sent))
 
 
 def _into(out: Any, results: Sequence[torch.Tensor]) -> Any:
