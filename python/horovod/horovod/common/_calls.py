@@ -12,23 +12,12 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-import dl_comm
 from horovod.common import _environment, _job, _timeline
 from horovod.common.exceptions import translate
 
 Result = Callable[[Any], Any]
-
-
-class Started(Protocol):
-    """A started call: `dl_comm.Work`, or several."""
-
-    def test(self) -> bool:
-        """Whether it has ended; raises its error."""
-
-    def wait(self) -> Any:
-        """Waits; returns its result or raises its error."""
 
 
 class Call:
@@ -39,10 +28,11 @@ class Call:
         name: What the ranks match. Calls without a name match in their order: ranks may have other handles, and the
             core's path for short calls needs names that come again.
         group: The ranks.
-        work: The started call; None: it is a blocking one.
+        work: The started call, a `dl_comm.Work`; None: it is a blocking one.
+        result: Makes the result from the core's.
     """
 
-    __slots__ = ("_key", "_submitted", "_timeline", "group", "name", "number", "work")
+    __slots__ = ("_key", "_submitted", "_timeline", "group", "name", "number", "result", "work")
 
     def __init__(self, kind: str, name: str | None, process_set: Any) -> None:
         """Takes the name.
@@ -59,7 +49,8 @@ class Call:
         self.group = _job.group_of(number)
         self.number = next(_numbers)
         self.name = f"{kind}.{name or 'noname'}"
-        self.work: Started | None = None
+        self.work: Any = None
+        self.result: Result = lambda found: found
         self._key = (number, self.name if name else f"{self.name}.{self.number}")
         self._submitted = 0.0
         with _lock:
@@ -90,9 +81,9 @@ class Call:
         if self._timeline is not None:
             self._timeline.end(self._key[1])
 
-    def options(self, suffix: str = "") -> dict[str, Any]:
-        """The core's options of a call under this name, or of one that belongs to it."""
-        return {"group": self.group, "name": self.name + suffix, **MATCHING}
+    def options(self) -> dict[str, Any]:
+        """The core's options of a call under this name."""
+        return {"group": self.group, "name": self.name, **MATCHING}
 
     def make(self, call: Callable[..., Any], *args: Any, is_async: bool, result: Result, **options: Any) -> Any:
         """Makes a collective of the core and returns its result, or starts it and returns its handle.
@@ -105,26 +96,15 @@ class Call:
             options: Its further options.
         """
         options |= self.options()
-        if is_async:
-            return self.start(lambda: With(call(*args, async_op=True, **options), result))
-        return result(self.run(call, *args, **options))
-
-    def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Makes a blocking call; returns its result."""
         try:
-            return call(*args, **options)
+            if not is_async:
+                return result(call(*args, **options))
+            self.work, self.result = call(*args, async_op=True, **options), result
         except Exception as error:
             raise translate(error) from error
         finally:
-            self.end()
-
-    def start(self, start: Callable[[], Started]) -> int:
-        """Starts a call; returns its handle."""
-        try:
-            self.work = start()
-        except Exception as error:
-            self.end()
-            raise translate(error) from error
+            if self.work is None:
+                self.end()
         self._submitted = time.perf_counter()
         _started[self.number] = self
         return self.number
@@ -180,45 +160,8 @@ def synchronize(handle: int) -> Any:
     if call is None or call.work is None:
         return None
     try:
-        return call.work.wait()
+        return call.result(call.work.wait())
     except Exception as error:
         raise translate(error) from error
     finally:
         call.end()
-
-
-class With:
-    """A call whose result is made from that of the core's call."""
-
-    __slots__ = ("_result", "_work", "test")
-
-    def __init__(self, work: Started, result: Result) -> None:
-        self._work, self._result = work, result
-        self.test = work.test
-
-    def wait(self) -> Any:
-        """Waits; returns the result."""
-        return self._result(self._work.wait())
-
-
-class All:
-    """Several calls as one."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def test(self) -> bool:
-        """Whether all have ended; raises the error of one that has failed."""
-        return all([work.test() for work in self._works])
-
-    def wait(self) -> list[Any]:
-        """Waits for all, then raises the first error, or returns the results."""
-        found, errors = [], []
-        for work in self._works:
-            try:
-                found.append(work.wait())
-            except dl_comm.CommError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return found

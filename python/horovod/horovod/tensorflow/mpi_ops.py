@@ -90,8 +90,8 @@ _ERRORS = (
     (dl_comm.CommError, tf.errors.InternalError),
 )
 Tensors = Sequence[Any]
-Options = Callable[..., dict[str, Any]]
-"""The core's options of a call; the argument is a suffix of its name."""
+Options = dict[str, Any]
+"""The core's options of a call."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -138,12 +138,9 @@ def _run(
             call = Call(kind, name, process_set)
         except ValueError as error:  # the name is in use
             raise tf.errors.InvalidArgumentError(None, None, str(error)) from error
-        options: Options = call.options
+        options = call.options()
     else:
-        called, group = f"{kind}.{name or tensors[0].name}", job.groups[number]
-
-        def options(suffix: str = "") -> dict[str, Any]:
-            return {"group": group, "name": called + suffix, **MATCHING}
+        options = {"group": job.groups[number], "name": f"{kind}.{name or tensors[0].name}", **MATCHING}
 
     def differentiable(*inputs: tf.Tensor) -> Any:
         return forward(list(inputs), options), lambda *grads: gradient(list(grads), inner)
@@ -182,7 +179,7 @@ def _reduced(
 
     reduction = _reduction(op, factors)
     return _run(
-        kind, tensors, name, process_set, lambda x, options: core.allreduce(x, **reduction, **options()), gradient
+        kind, tensors, name, process_set, lambda x, options: core.allreduce(x, **reduction, **options), gradient
     )
 
 
@@ -293,34 +290,25 @@ def _allreduced(
     return results
 
 
-# All-gather: the ranks first exchange the lengths of the first axes.
+# All-gather.
 
 
 def _gathered(kind: str, tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[Any]:
-    extents: list[tf.Tensor] = []
+    rows: list[tf.Tensor] = []
     shapes: list[tf.Tensor] = []
 
     def forward(x: list[tf.Tensor], options: Options) -> list[Any]:
-        with tf.device("CPU:0"):
-            shapes.extend(tf.shape(each, tf.int64) for each in x)
-            # A scalar is one row.
-            own = [
-                shape[0] if each.shape.rank else tf.concat([shape, [1]], 0)[0]
-                for each, shape in zip(x, shapes, strict=True)
-            ]
-            rows = core.all_gather([tf.stack(own)[tf.newaxis]], **options(": extents"))[0]
-            extents.extend(tf.unstack(rows, num=len(x), axis=1))
-        return [
-            core.all_gather([each], counts=count, **options(f".{i}" if i else ""))[0]
-            for i, (each, count) in enumerate(zip(x, extents, strict=True))
-        ]
+        shapes.extend(map(tf.shape, x))
+        results, counts = core.all_gather(x, ragged=True, return_counts=True, **options)
+        rows.extend(counts)
+        return list(results)
 
     def gradient(grads: list[Any], inner: str | None) -> list[Any]:
         means = _reduced(f"{kind}.gradient", grads, inner, Average, (1.0, 1.0), process_set)
         place = int(_job.group_of(process_set.process_set_id).rank)
         return [
             tf.reshape(tf.split(mean, count, num=size_of(process_set.process_set_id or 0))[place], shape)
-            for mean, count, shape in zip(means, extents, shapes, strict=True)
+            for mean, count, shape in zip(means, rows, shapes, strict=True)
         ]
 
     return _run(kind, tensors, name, process_set, forward, gradient)
@@ -397,14 +385,10 @@ def _broadcast(
         with tf.control_dependencies(means):  # a graph would drop the call, whose values nobody reads here
             return [tf.zeros_like(mean) for mean in means]
 
-    return _run(
-        kind,
-        tensors,
-        name,
-        process_set,
-        lambda x, options: core.broadcast(x, root, in_place=False, **options()),
-        gradient,
-    )
+    def forward(x: list[tf.Tensor], options: Options) -> Any:
+        return core.broadcast(x, root, in_place=False, **options)
+
+    return _run(kind, tensors, name, process_set, forward, gradient)
 
 
 @_op
@@ -436,7 +420,7 @@ def broadcast_(
         return [tf.identity(value) for value in values]
 
 
-# All-to-all: the ranks first exchange how many rows each gets.
+# All-to-all.
 
 
 @_op
@@ -474,7 +458,7 @@ def alltoall(
             if wanted is not None:
                 total = tf.reduce_sum(sent)
                 rows = rows[: tf.minimum(total, extent)]
-        result, received = core.all_to_all(rows, send_counts=sent, return_counts=True, **options())
+        result, received = core.all_to_all(rows, send_counts=sent, return_counts=True, **options)
         counts.extend((sent, received))
         return [result]
 
@@ -502,16 +486,13 @@ def _scattered(
         raise NotImplementedError("reducescatter has the operators hvd.Average and hvd.Sum only")
     reduction = _reduction(op, factors)
 
-    def forward(x: list[tf.Tensor], options: Options) -> list[Any]:
-        blocks = []
-        for i, each in enumerate(x):
-            if each.shape.rank == 0:
-                raise dl_comm.ArgumentError("reducescatter takes tensors with at least one axis")
-            with tf.device("CPU:0"):
-                rows = tf.shape(each, tf.int64)[0]
-                counts = rows // count + tf.cast(tf.range(count, dtype=tf.int64) < rows % count, tf.int64)
-            blocks += core.reduce_scatter([each], counts=counts, **reduction, **options(f".{i}" if i else ""))
-        return blocks
+    def forward(x: list[tf.Tensor], options: Options) -> Any:
+        if any(each.shape.rank == 0 for each in x):
+            raise dl_comm.ArgumentError("reducescatter takes tensors with at least one axis")
+        with tf.device("CPU:0"):
+            longer = count - 1 - tf.range(count, dtype=tf.int64)
+            counts = [(tf.shape(each, tf.int64)[0] + longer) // count for each in x]
+        return core.reduce_scatter(x, counts=counts, **reduction, **options)
 
     def gradient(grads: list[Any], inner: str | None) -> list[Any]:
         factor = (count if op == Sum else 1) * factors[0] * factors[1]

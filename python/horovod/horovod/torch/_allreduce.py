@@ -5,7 +5,7 @@ Thread rule: that of `mpi_ops`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from horovod.common._calls import Call
 from horovod.common.basics import HorovodBasics
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import get_average_backwards_compatibility_fun
-from horovod.torch._forms import Factors, Tensors, checked, core, differentiable, of_gradient, reduction
+from horovod.torch._forms import Factors, Tensors, checked, core, differentiable, first, of_gradient, reduction
 from horovod.torch.compression import Compression
 
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(HorovodBasics)
@@ -22,22 +22,29 @@ handle_average_backwards_compatibility = get_average_backwards_compatibility_fun
 
 def _allreduce(
     kind: str,
-    x: Any,
+    x: Iterable[Any],
     name: str | None,
     op: int,
     factors: Factors,
     process_set: ProcessSet,
-    in_place: bool,
+    result: Callable[[Any], Any] = list,
+    in_place: bool = False,
     is_async: bool = False,
 ) -> Any:
-    grouped = kind == "grouped_allreduce"
-    tensors = checked(x, grouped=grouped)
-    options = reduction(op, factors)
-    given = tensors if grouped else tensors[0]
-    out = given if in_place else None
-    call = Call(kind, name, process_set)
-    return call.make(
-        core.allreduce, given, out=out, is_async=is_async, result=lambda y: x if in_place else y, **options
+    """Reduces tensors, or starts it; ``result`` makes the result from those of the core."""
+    given = checked(x)
+    options = reduction(op, factors) | {"out": given if in_place else None}
+    return Call(kind, name, process_set).make(core.allreduce, given, is_async=is_async, result=result, **options)
+
+
+def _reduced(
+    kind: str, x: Tensors, name: str | None, compression: Any, op: int, factors: Factors, process_set: ProcessSet
+) -> list[Any]:
+    return differentiable(
+        lambda given: _allreduce(kind, given, name, op, factors, process_set),
+        lambda grads: _reduced(kind, grads, of_gradient(name), Compression.none, op, factors, process_set),
+        x,
+        compression,
     )
 
 
@@ -68,15 +75,8 @@ def allreduce(
     Returns:
         A new tensor of the same shape and type.
     """
-    op = handle_average_backwards_compatibility(op, average)
-    factors = prescale_factor, postscale_factor
-    small, context = compression.compress(tensor)
-    result = differentiable(
-        lambda x: _allreduce("allreduce", x, name, op, factors, process_set, False),
-        lambda grads: [allreduce(grads[0], None, of_gradient(name), Compression.none, op, *factors, process_set)],
-        [small],
-    )
-    found: torch.Tensor = compression.decompress(result, context)
+    op, factors = handle_average_backwards_compatibility(op, average), (prescale_factor, postscale_factor)
+    found: torch.Tensor = _reduced("allreduce", [tensor], name, compression, op, factors, process_set)[0]
     return found
 
 
@@ -91,23 +91,18 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Returns the reductions of a list of tensors, as one call; as ``allreduce``."""
-    op = handle_average_backwards_compatibility(op, average)
-    factors = prescale_factor, postscale_factor
-    small = [compression.compress(tensor) for tensor in tensors]
-    results = differentiable(
-        lambda *x: tuple(_allreduce("grouped_allreduce", x, name, op, factors, process_set, False)),
-        lambda grads: grouped_allreduce(grads, None, of_gradient(name), Compression.none, op, *factors, process_set),
-        [tensor for tensor, _ in small],
-    )
-    return [compression.decompress(result, context) for result, (_, context) in zip(results, small, strict=True)]
+    op, factors = handle_average_backwards_compatibility(op, average), (prescale_factor, postscale_factor)
+    return _reduced("grouped_allreduce", tensors, name, compression, op, factors, process_set)
 
 
 def _form(kind: str, *, in_place: bool = False, is_async: bool = False) -> Callable[..., Any]:
     """A form without gradients and compression; its documentation is that of the blocking form."""
 
     def run(x: Any, average: Any, name: Any, op: Any, before: float, after: float, process_set: ProcessSet) -> Any:
-        op = handle_average_backwards_compatibility(op, average)
-        return _allreduce(kind, x, name, op, (before, after), process_set, in_place, is_async)
+        op, grouped = handle_average_backwards_compatibility(op, average), kind.startswith("grouped")
+        result = (lambda _: x) if in_place else list if grouped else first
+        given = x if grouped else [x]
+        return _allreduce(kind, given, name, op, (before, after), process_set, result, in_place, is_async)
 
     def of_one(
         tensor: torch.Tensor,

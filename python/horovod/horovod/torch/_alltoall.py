@@ -35,7 +35,7 @@ def _send_counts(tensor: torch.Tensor, splits: Any, count: int) -> list[int]:
 def _alltoall(
     tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet, is_async: bool = False
 ) -> Any:
-    (given,) = checked(tensor, grouped=False)
+    (given,) = checked([tensor])
     call = Call("alltoall", name, process_set)
     try:
         sent = _send_counts(given, splits, call.group.size)
@@ -85,11 +85,11 @@ def alltoall(
     """
     received: list[torch.Tensor] = []
 
-    def run(x: torch.Tensor) -> Any:
-        wanted = _send_counts(x, splits, process_set.size() or 1)
-        result, counts = _alltoall(x, wanted, name, process_set)
+    def run(x: list[torch.Tensor]) -> list[torch.Tensor]:
+        wanted = _send_counts(x[0], splits, process_set.size() or 1)
+        result, counts = _alltoall(x[0], wanted, name, process_set)
         received.append(counts)
-        return result
+        return [result]
 
     def gradient(grads: list[torch.Tensor]) -> list[torch.Tensor]:
         back, _ = alltoall(grads[0], splits=received[0], name=of_gradient(name), process_set=process_set)
@@ -97,5 +97,5 @@ def alltoall(
             back = torch.cat([back, back.new_zeros((tensor.shape[0] - back.shape[0], *back.shape[1:]))])
         return [back]
 
-    result = differentiable(run, gradient, [tensor])
+    (result,) = differentiable(run, gradient, [tensor])
     return result if splits is None else (result, received[0])

@@ -24,7 +24,7 @@ def _broadcast(
     in_place: bool,
     is_async: bool = False,
 ) -> Any:
-    (given,) = checked(tensor, grouped=False)
+    (given,) = checked([tensor])
     call = Call("broadcast", name, process_set)
     ranks = process_set.ranks or []
     if root_rank not in ranks:
@@ -33,11 +33,12 @@ def _broadcast(
     root = ranks.index(root_rank)
     target = given if in_place else given.clone()
     result = tensor if in_place else target
-    if is_async:
-        return call.make(core.broadcast, target, root, is_async=True, result=lambda _: result)
+    return call.make(core.broadcast if is_async else _now, target, root, is_async=is_async, result=lambda _: result)
+
+
+def _now(tensor: torch.Tensor, root: int, **options: Any) -> None:
     # The core's blocking broadcast is not the call that others may have started.
-    call.run(lambda: core.broadcast(target, root, async_op=True, **call.options()).wait())
-    return result
+    core.broadcast(tensor, root, async_op=True, **options).wait()
 
 
 def broadcast_async(
@@ -68,9 +69,10 @@ def broadcast(
         mean = allreduce(grads[0], op=Average, name=of_gradient(name), process_set=process_set)
         return [mean if _job.current().rank == root_rank else torch.zeros_like(mean)]
 
-    found: torch.Tensor = differentiable(
-        lambda x: _broadcast(x, root_rank, name, process_set, False), gradient, [tensor]
-    )
+    def run(x: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [_broadcast(x[0], root_rank, name, process_set, False)]
+
+    found: torch.Tensor = differentiable(run, gradient, [tensor])[0]
     return found
 
 

@@ -5,13 +5,14 @@ Thread rule: that of `mpi_ops`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from horovod.common._calls import All, Call, With
+from horovod.common._calls import Call
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.torch._allgather import allgather, grouped_allgather
+from horovod.torch._allgather import gathered
 from horovod.torch._forms import (
     Average,
     Factors,
@@ -20,52 +21,48 @@ from horovod.torch._forms import (
     checked,
     core,
     differentiable,
+    first,
     of_gradient,
     reduction,
 )
 from horovod.torch.compression import Compression
 
 
-def _scattered(call: Call, options: dict[str, Any], tensors: list[torch.Tensor], async_op: bool) -> list[Any]:
-    """Makes or starts one call, or one for each tensor if the rows are no multiple of the ranks.
-
-    The first has the plain name in both cases, so that ranks that differ notice it at once.
-    """
-    count = call.group.size
-    if all(tensor.shape[0] % count == 0 for tensor in tensors):
-        return [core.reduce_scatter(tensors, async_op=async_op, **options, **call.options())]
-    made = []
-    for i, tensor in enumerate(tensors):
-        least, more = divmod(tensor.shape[0], count)
-        counted = {"counts": [least + (place < more) for place in range(count)], **call.options(f"_{i}" if i else "")}
-        made.append(core.reduce_scatter([tensor], async_op=async_op, **options, **counted))
-    return made
-
-
 def _reducescatter(
     kind: str,
-    x: Any,
+    x: Iterable[Any],
     name: str | None,
     op: int,
     process_set: ProcessSet,
     factors: Factors,
+    result: Callable[[Any], Any] = list,
     is_async: bool = False,
 ) -> Any:
-    grouped = kind == "grouped_reducescatter"
-    tensors = checked(x, grouped=grouped)
+    """Reduces and scatters tensors, or starts it; ``result`` makes the result from those of the core."""
+    given = checked(x)
     if op not in (Average, Sum):
         raise NotImplementedError("reducescatter has the operators hvd.Average and hvd.Sum only")
-    if not all(tensor.dim() for tensor in tensors):
+    if not all(tensor.dim() for tensor in given):
         raise RuntimeError("reducescatter takes tensors with at least one axis")
     call, options = Call(kind, name, process_set), reduction(op, factors)
+    count = call.group.size
+    if any(tensor.shape[0] % count for tensor in given):
+        rows = [tensor.shape[0] for tensor in given]
+        options["counts"] = [[(each + count - 1 - place) // count for place in range(count)] for each in rows]
+    return call.make(core.reduce_scatter, given, is_async=is_async, result=result, **options)
 
-    def finished(results: list[list[torch.Tensor]]) -> Any:
-        blocks = [each for result in results for each in result]
-        return blocks if grouped else blocks[0]
 
-    if is_async:
-        return call.start(lambda: With(All(_scattered(call, options, tensors, True)), finished))
-    return call.run(lambda: finished(_scattered(call, options, tensors, False)))
+def _scattered(
+    kind: str, x: Tensors, name: str | None, compression: Any, op: int, process_set: ProcessSet, factors: Factors
+) -> list[Any]:
+    def gradient(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        factor = (process_set.size() or 1 if op == Sum else 1) * factors[0] * factors[1]
+        scaled = [grad * factor for grad in grads]
+        return gathered(kind.replace("reducescatter", "allgather"), scaled, of_gradient(name), process_set)
+
+    return differentiable(
+        lambda given: _reducescatter(kind, given, name, op, process_set, factors), gradient, x, compression
+    )
 
 
 def reducescatter_async(
@@ -78,7 +75,7 @@ def reducescatter_async(
 ) -> int:
     """Starts ``reducescatter``; returns a handle."""
     factors = prescale_factor, postscale_factor
-    return int(_reducescatter("reducescatter", tensor, name, op, process_set, factors, True))
+    return int(_reducescatter("reducescatter", [tensor], name, op, process_set, factors, first, True))
 
 
 def grouped_reducescatter_async(
@@ -91,7 +88,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Starts ``grouped_reducescatter``; returns a handle."""
     factors = prescale_factor, postscale_factor
-    return int(_reducescatter("grouped_reducescatter", tensors, name, op, process_set, factors, True))
+    return int(_reducescatter("grouped_reducescatter", tensors, name, op, process_set, factors, list, True))
 
 
 def reducescatter(
@@ -124,16 +121,8 @@ def reducescatter(
     Raises:
         RuntimeError: Of another operator, or of a tensor without axes, beside the errors of all collectives.
     """
-    small, context = compression.compress(tensor)
     factors = prescale_factor, postscale_factor
-    result = differentiable(
-        lambda x: _reducescatter("reducescatter", x, name, op, process_set, factors),
-        lambda grads: [
-            allgather(grads[0] * _factor_of_gradient(op, factors, process_set), of_gradient(name), process_set)
-        ],
-        [small],
-    )
-    found: torch.Tensor = compression.decompress(result, context)
+    found: torch.Tensor = _scattered("reducescatter", [tensor], name, compression, op, process_set, factors)[0]
     return found
 
 
@@ -147,17 +136,5 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduces and scatters a list of tensors, as ``reducescatter``."""
-    small = [compression.compress(tensor) for tensor in tensors]
     factors = prescale_factor, postscale_factor
-    results = differentiable(
-        lambda *x: tuple(_reducescatter("grouped_reducescatter", x, name, op, process_set, factors)),
-        lambda grads: grouped_allgather(
-            [grad * _factor_of_gradient(op, factors, process_set) for grad in grads], of_gradient(name), process_set
-        ),
-        [tensor for tensor, _ in small],
-    )
-    return [compression.decompress(result, context) for result, (_, context) in zip(results, small, strict=True)]
-
-
-def _factor_of_gradient(op: int, factors: Factors, process_set: ProcessSet) -> float:
-    return (process_set.size() or 1 if op == Sum else 1) * factors[0] * factors[1]
+    return _scattered("grouped_reducescatter", tensors, name, compression, op, process_set, factors)
