@@ -161,8 +161,26 @@ def test_blocks_of_other_lengths() -> None:
         assert dl_comm.all_gather(x, counts=lengths, return_counts=True)[1] == lengths
     for x in (host, library.Array(host)):
         assert dl_comm.all_to_all(x, send_counts=send, return_counts=True)[1] == receive
-    with pytest.raises(dl_comm.ArgumentError, match="need one array"):
-        dl_comm.all_gather([library.Array(own), library.Array(own)], ragged=True)
+
+
+def test_lists_with_counts() -> None:
+    """Each array has its own, some of which are 0."""
+    rank, size = dl_comm.rank(), dl_comm.size()
+    counts = [[2 * each + 1 for each in range(size)], [3 * (each % 2) for each in range(size)], [0] * size]
+    types = ("float32", "float64", "int32")
+    own = [values(dtype, each[rank]) for dtype, each in zip(types, counts, strict=True)]
+    whole = [values(dtype, sum(each)) for dtype, each in zip(types, counts, strict=True)]
+    for options in ({"counts": counts}, {"ragged": True}):
+        both(dl_comm.all_gather, own, **options)
+        both(dl_comm.gather, own, size - 1, **options)
+    both(dl_comm.scatter, whole, size - 1, counts=counts)
+    both(dl_comm.reduce_scatter, whole, counts=counts)
+    both(dl_comm.reduce_scatter, whole, "max", counts=counts)
+    send = [[(rank + 2 * other + i) % 4 for other in range(size)] for i in range(3)]
+    receive = [[(other + 2 * rank + i) % 4 for other in range(size)] for i in range(3)]
+    given = [values(dtype, sum(each)) for dtype, each in zip(types, send, strict=True)]
+    both(dl_comm.all_to_all, given, send_counts=send)
+    both(dl_comm.all_to_all, given, send_counts=send, receive_counts=receive)
 
 
 def test_lists_started_calls_groups_and_names(major: int) -> None:
