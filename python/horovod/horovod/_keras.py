@@ -12,11 +12,11 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from horovod.common import _job
+from horovod.common._gradients import Reducer
 from horovod.common.exceptions import translated
-from horovod.common.process_sets import ProcessSet
 
 Average, Sum = 0, 1
 
@@ -32,49 +32,32 @@ def _is_on_torch() -> bool:
     return getattr(keras_module(), "config", None) is not None and keras_module().config.backend() == "torch"
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def unconverted(function: _Function) -> _Function:
+    """Leaves a function as it is in a ``tf.function``, which else rewrites it."""
+    if _is_on_torch():
+        return function
+    from horovod.tensorflow.mpi_ops import unconverted as marked
+
+    return marked(function)
+
+
 # Optimizers.
 
 
-class _OnTorch:
-    """As `gradient_aggregation.Reducer`, for gradients that are torch tensors."""
+class _OnTorch(Reducer):
+    """Reduces gradients that are torch tensors."""
 
-    def __init__(self, name: str, compression: Any, op: int, predivide: float, process_set: ProcessSet, scale: bool):
-        from horovod.torch.compression import Compression
+    def reduce(self, grads: list[Any], name: str) -> list[Any]:
+        from horovod.torch import Compression, grouped_allreduce
 
+        # Of `horovod.tensorflow` or of `horovod.torch`.
         names = {"FP16Compressor": Compression.fp16, "BF16Compressor": Compression.bf16}
-        self._compression = names.get(getattr(compression, "__name__", ""), Compression.none)
-        self._name, self._op, self._set, self._scale = name, op, process_set, scale
-        self._factors = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
-        self._local: dict[int, Any] = {}
-
-    def add_local(self, variable: Any) -> None:
-        self._local[id(variable)] = variable
-
-    def __call__(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        from horovod.torch import grouped_allreduce
-
-        results, size = list(grads), self._set.size() or 1
-        if size == 1 or not self._set.included():
-            return results
-        local = [id(variable) in self._local for variable in variables]
-        reduced = [i for i, grad in enumerate(results) if grad is not None and not local[i]]
-        found = (
-            grouped_allreduce(
-                [results[i].contiguous() for i in reduced],
-                None,
-                self._name,
-                self._compression,
-                self._op,
-                *self._factors,
-                self._set,
-            )
-            if reduced
-            else []
-        )
-        for i, grad in zip(reduced, found, strict=True):
-            results[i] = grad
-        scaled = [grad is not None and self._scale and is_local for grad, is_local in zip(grads, local, strict=True)]
-        return [grad / size if each else grad for grad, each in zip(results, scaled, strict=True)]
+        compression = names.get(getattr(self.compression, "__name__", ""), Compression.none)
+        given = [grad.contiguous() for grad in grads]
+        return grouped_allreduce(given, name=name, compression=compression, **self.options)
 
 
 class _Distributed:
@@ -187,48 +170,24 @@ class _OfTfKeras(_Distributed):
 def distributed_optimizer(
     optimizer: Any,
     name: str | None,
-    device_dense: str,
-    device_sparse: str,
-    compression: Any,
-    sparse_as_dense: bool,
-    gradient_predivide_factor: float,
     op: int,
     backward_passes_per_step: int,
     average_aggregated_gradients: bool,
-    groups: Any,
-    process_set: ProcessSet,
-    scale_local_gradients: bool,
+    **options: Any,
 ) -> Any:
     """Makes an optimizer reduce its gradients, and returns it; the arguments are those of ``DistributedOptimizer``."""
     if op not in (Average, Sum):
         raise ValueError("op is hvd.Average or hvd.Sum with Keras")
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is a DistributedOptimizer already")
     base, on_torch = type(optimizer), _is_on_torch()
     is_of_3 = any(each.__module__.partition(".")[0] == "keras" for each in base.__mro__)
-    title = name or f"Distributed{base.__name__}"
 
-    def make() -> Any:
-        if is_of_3 and on_torch:
-            return _OnTorch(title, compression, op, gradient_predivide_factor, process_set, scale_local_gradients)
-        from horovod.tensorflow.compression import Compression
-        from horovod.tensorflow.gradient_aggregation import Reducer, check_options
-
-        check_options(op, gradient_predivide_factor, groups)
-        return Reducer(
-            title,
-            device_dense,
-            device_sparse,
-            compression or Compression.none,
-            sparse_as_dense,
-            op,
-            gradient_predivide_factor,
-            groups,
-            process_set,
-            scale_local_gradients,
-        )
+    def make() -> Reducer:
+        kind: type[Reducer] = _OnTorch
+        if not is_of_3 or not on_torch:
+            from horovod.tensorflow.gradient_aggregation import Reducer as kind
+        return kind(name or f"Distributed{base.__name__}", op=op, **options)
 
     names: dict[str, Any] = {each: getattr(base, each) for each in ("__module__", "__qualname__", "__doc__")}
     names.update(

@@ -48,7 +48,7 @@ def same(first, second):
 
 alone = make(0, distributed=False)
 fit(alone, False, 8, epochs=3)
-for options in ({}, {"gradient_predivide_factor": 2.0}):
+for options in ({}, {"gradient_predivide_factor": 2.0}, {"groups": 2}):
     model = make(0, **options)
     fit(model, True, 4, epochs=3)
     same(model, alone)

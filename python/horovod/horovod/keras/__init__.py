@@ -14,7 +14,6 @@ Thread rule: as Keras, one thread trains a model.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from horovod import _keras as _shared
@@ -52,6 +51,7 @@ __all__ = [
 ]
 
 
+@_shared.unconverted
 def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     optimizer: Any,
     name: str | None = None,
@@ -90,25 +90,10 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     Raises:
         ValueError: Another operator, or options that do not fit each other.
     """
-    if num_groups:
-        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
-    return _shared.distributed_optimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        groups if groups is not None else num_groups or None,
-        process_set,
-        scale_local_gradients,
-    )
+    return _shared.distributed_optimizer(**locals())
 
 
+@_shared.unconverted
 def PartialDistributedOptimizer(  # noqa: N802 (a class to those who call it)
     optimizer: Any,
     name: str | None = None,
@@ -132,22 +117,10 @@ def PartialDistributedOptimizer(  # noqa: N802 (a class to those who call it)
     Raises:
         ValueError: They are no layers, or options do not fit each other.
     """
-    found = _shared.distributed_optimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
-    for variable in _shared.local_variables(local_layers):
+    options = dict(locals())
+    layers = _shared.local_variables(options.pop("local_layers"))
+    found = _shared.distributed_optimizer(**options)
+    for variable in layers:
         found.register_local_var(variable)
     return found
 

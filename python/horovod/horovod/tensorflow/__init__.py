@@ -11,20 +11,20 @@ Importing it loads TensorFlow. A TF1 optimizer and one of Keras are wrapped by `
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from horovod.common._gradients import check_options
 from horovod.common._names import ProcessSet, global_process_set
 from horovod.common.util import check_extension, gpu_available, split_list
 from horovod.tensorflow import elastic, mpi_ops
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.functions import allgather_object, broadcast_object, broadcast_object_fn, broadcast_variables
-from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper, Reducer, check_options
+from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper, Reducer
 from horovod.tensorflow.mpi_ops import *  # noqa: F403 (its __all__)
-from horovod.tensorflow.mpi_ops import Adasum, Average
+from horovod.tensorflow.mpi_ops import Adasum, Average, unconverted
 from horovod.tensorflow.util import _cache, _executing_eagerly, _make_subgraph, refs_to_vars, vars_to_refs
 
 __all__ = [
@@ -94,12 +94,6 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         session.run(self.bcast_op)
 
 
-def _groups(num_groups: int, groups: Any) -> Any:
-    if num_groups:
-        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
-    return num_groups or None if groups is None else groups
-
-
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     """A TF1 optimizer that delegates to another one, but reduces the gradients of ``compute_gradients``."""
 
@@ -148,6 +142,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         return self._optimizer.variables(*args, **kwargs)
 
 
+@unconverted
 def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     optimizer: Any,
     name: str | None = None,
@@ -188,40 +183,18 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     Raises:
         ValueError: Options do not fit each other.
     """
-    groups = _groups(num_groups, groups)
+    options = dict(locals())
     check_options(op, gradient_predivide_factor, groups, average_aggregated_gradients)
+    del options["use_locking"]
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         if op == Adasum:
             raise ValueError("Adasum is for TF1 optimizers only")
         from horovod.tensorflow.keras import DistributedOptimizer as KerasOptimizer
 
-        return KerasOptimizer(
-            optimizer,
-            name,
-            device_dense,
-            device_sparse,
-            compression,
-            sparse_as_dense,
-            gradient_predivide_factor,
-            op,
-            backward_passes_per_step,
-            average_aggregated_gradients,
-            groups=groups,
-            process_set=process_set,
-            scale_local_gradients=scale_local_gradients,
-        )
-    reduce = Reducer(
-        name or f"Distributed{type(optimizer).__name__}",
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+        return KerasOptimizer(**options)
+    for own in ("optimizer", "backward_passes_per_step", "average_aggregated_gradients"):
+        del options[own]
+    reduce = Reducer(**options | {"name": name or f"Distributed{type(optimizer).__name__}"})
     return _DistributedOptimizer(optimizer, use_locking, reduce, backward_passes_per_step, average_aggregated_gradients)
 
 
@@ -262,6 +235,7 @@ def _flat(values: Any) -> list[Any]:
     return list(tf.nest.flatten(values))
 
 
+@unconverted
 def DistributedGradientTape(  # noqa: N802 (a class to those who call it)
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -287,23 +261,11 @@ def DistributedGradientTape(  # noqa: N802 (a class to those who call it)
     Raises:
         ValueError: Options do not fit each other.
     """
-    groups = _groups(num_groups, groups)
-    check_options(op, gradient_predivide_factor, groups)
-    reduce = Reducer(
-        "DistributedGradientTape",
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
-    return _DistributedTape(gradtape, reduce)
+    options = dict(locals())
+    return _DistributedTape(options.pop("gradtape"), Reducer("DistributedGradientTape", **options))
 
 
+@unconverted
 def PartialDistributedGradientTape(  # noqa: N802 (a class to those who call it)
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -325,21 +287,11 @@ def PartialDistributedGradientTape(  # noqa: N802 (a class to those who call it)
     Raises:
         ValueError: They are no layers, or options do not fit each other.
     """
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    options = dict(locals())
     from horovod._keras import local_variables
 
-    for variable in local_variables(local_layers):
+    layers = local_variables(options.pop("local_layers"))
+    tape = DistributedGradientTape(**options)
+    for variable in layers:
         tape.register_local_source(variable)
     return tape

@@ -95,7 +95,7 @@ Options = dict[str, Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _op(function: _Function) -> _Function:
+def unconverted(function: _Function) -> _Function:
     """Leaves a function as it is in a ``tf.function``, which else rewrites it."""
     marked: _Function = tf.autograph.experimental.do_not_convert(function)
     return marked
@@ -203,7 +203,7 @@ def _reduced_slices(
     return [tf.IndexedSlices(*each) for each in zip(values, indices, shapes, strict=True)]
 
 
-@_op
+@unconverted
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -243,7 +243,7 @@ def allreduce(
     return _allreduced("allreduce", [tensor], name, op, factors, process_set, devices, compression)[0]
 
 
-@_op
+@unconverted
 def grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
@@ -314,7 +314,7 @@ def _gathered(kind: str, tensors: Tensors, name: str | None, process_set: Proces
     return _run(kind, tensors, name, process_set, forward, gradient)
 
 
-@_op
+@unconverted
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -337,7 +337,7 @@ def allgather(
     return _gathered("allgather", [tensor], name, process_set)[0]
 
 
-@_op
+@unconverted
 def grouped_allgather(
     tensors: Tensors,
     name: str | None = None,
@@ -351,7 +351,7 @@ def grouped_allgather(
 # Broadcast.
 
 
-@_op
+@unconverted
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -391,7 +391,7 @@ def _broadcast(
     return _run(kind, tensors, name, process_set, forward, gradient)
 
 
-@_op
+@unconverted
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
@@ -423,7 +423,7 @@ def broadcast_(
 # All-to-all.
 
 
-@_op
+@unconverted
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -502,7 +502,7 @@ def _scattered(
     return _run(kind, tensors, name, process_set, forward, gradient)
 
 
-@_op
+@unconverted
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -541,7 +541,7 @@ def reducescatter(
         return compression.decompress(found[0], context)
 
 
-@_op
+@unconverted
 def grouped_reducescatter(
     tensors: Tensors,
     device_dense: str = "",
@@ -564,7 +564,7 @@ def grouped_reducescatter(
 # Numbers that a graph reads when it runs.
 
 
-@_op
+@unconverted
 def _number(value: Callable[[], int], name: str | None = None) -> tf.Tensor:
     if tf.executing_eagerly():
         return tf.constant(value(), tf.int32)

@@ -16,42 +16,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from horovod.common import _names
-from horovod.common._names import *  # noqa: F403 (its __all__)
+from horovod import keras as _keras
+from horovod._keras import unconverted
 from horovod.common._names import ProcessSet, global_process_set
-from horovod.keras import (
-    Adasum,
-    Average,
-    Compression,
-    Sum,
-    allgather,
-    allreduce,
-    broadcast,
-    broadcast_global_variables,
-    load_model,
-    reducescatter,
-)
-from horovod.keras import DistributedOptimizer as _DistributedOptimizer
-from horovod.tensorflow.keras import callbacks, elastic
+from horovod.keras import *  # noqa: F403 (its __all__)
+from horovod.keras import Average, Compression
 
-__all__ = [
-    *_names.__all__,
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "Sum",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "callbacks",
-    "elastic",
-    "load_model",
-    "reducescatter",
-]
+__all__ = [*_keras.__all__]
 
 
+@unconverted  # type: ignore[no-redef]
 def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     optimizer: Any,
     name: str | None = None,
@@ -69,19 +43,4 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     scale_local_gradients: bool = True,
 ) -> Any:
     """As ``horovod.keras.DistributedOptimizer``, with its last arguments in another order."""
-    return _DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        num_groups,
-        groups,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        process_set,
-        scale_local_gradients,
-    )
+    return _keras.DistributedOptimizer(**locals())

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from horovod.keras.callbacks import (
-    BestModelCheckpoint,
-    BroadcastGlobalVariablesCallback,
-    LearningRateScheduleCallback,
-    LearningRateWarmupCallback,
-    MetricAverageCallback,
-)
+from horovod.keras import callbacks as _callbacks
+from horovod.keras.callbacks import *  # noqa: F403 (its __all__)
 
-__all__ = [
-    "BestModelCheckpoint",
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
+__all__ = [*_callbacks.__all__]

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from horovod.keras.elastic import (
-    CommitStateCallback,
-    KerasState,
-    UpdateBatchStateCallback,
-    UpdateEpochStateCallback,
-    run,
-)
+from horovod.keras import elastic as _elastic
+from horovod.keras.elastic import *  # noqa: F403 (its __all__)
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+__all__ = [*_elastic.__all__]

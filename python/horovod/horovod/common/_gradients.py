@@ -1,0 +1,127 @@
+"""The reduction of the gradients of an optimizer or a tape over the ranks, for every framework.
+
+Thread rule: as optimizers, one thread at a time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.util import split_list
+
+_AVERAGE, _ADASUM = 0, 2
+
+
+def check_options(op: int, predivide: float, groups: Any, average_aggregated: bool = False) -> None:
+    """Raises ValueError for options of an optimizer or tape that do not fit each other."""
+    if predivide != 1.0 and op != _AVERAGE:
+        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
+    if op == _ADASUM and average_aggregated:
+        raise ValueError("Adasum and average_aggregated_gradients exclude each other")
+    if groups is not None and not isinstance(groups, list) and not groups > 0:
+        raise ValueError("groups is a positive number of groups, or a list of lists of variables")
+
+
+class Reducer:
+    """Reduces gradients over the ranks, but those of local variables. Each framework has a subclass.
+
+    Args:
+        name: What the ranks match; the same on all ranks.
+        device_dense: Where the ops of tensors run.
+        device_sparse: Where those of ``tf.IndexedSlices`` run.
+        compression: How the values travel; None: as they are.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` become tensors first.
+        op: The operator.
+        gradient_predivide_factor: The part of the division of an average that comes before the sum.
+        num_groups: Deprecated: as ``groups``.
+        groups: A number of groups, or lists of variables, of which each is one call; None: as it is fastest.
+        process_set: The ranks; others keep their gradients.
+        scale_local_gradients: Whether to divide the gradients of local variables by the number of ranks, so that they
+            have the weight that they have in a mean over all.
+
+    Raises:
+        ValueError: Options do not fit each other.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = None,
+        sparse_as_dense: bool = False,
+        op: int = _AVERAGE,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Any = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        if num_groups:
+            warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=4)
+            groups = num_groups if groups is None else groups
+        check_options(op, gradient_predivide_factor, groups)
+        self.name, self.groups, self.process_set, self._scale = name, groups, process_set, scale_local_gradients
+        self.devices, self.compression, self.sparse_as_dense = (
+            (device_dense, device_sparse),
+            compression,
+            sparse_as_dense,
+        )
+        factor = gradient_predivide_factor
+        self.options: dict[str, Any] = {"op": op, "prescale_factor": 1.0 / factor, "postscale_factor": factor}
+        self.options["process_set"] = process_set
+        self._local: dict[int, Any] = {}
+
+    def add_local(self, variable: Any) -> None:
+        """Leaves the gradients of a variable to this rank."""
+        self._local[id(variable)] = variable
+
+    def is_local(self, variable: Any) -> bool:
+        """Whether a variable is local."""
+        return id(variable) in self._local
+
+    def dense(self, grad: Any) -> Any:
+        """The gradient as the call takes it."""
+        return grad
+
+    def reduce(self, grads: list[Any], name: str) -> Sequence[Any]:
+        """The reduced gradients, by one call."""
+        raise NotImplementedError
+
+    def divided(self, grad: Any, number: int) -> Any:
+        """A gradient divided by a number."""
+        return grad / number
+
+    def __call__(self, grads: Sequence[Any], variables: Sequence[Any], generic_names: bool = False) -> list[Any]:
+        """Returns the reduced gradients; None stays. ``generic_names``: names without that of the reducer."""
+        results, size = [self.dense(grad) for grad in grads], self.process_set.size() or 1
+        if size == 1 or not self.process_set.included():
+            return results
+        reduced = [i for i, grad in enumerate(results) if grad is not None and not self.is_local(variables[i])]
+        for part in self._parts(reduced, results, variables):
+            found = self.reduce([results[i] for i in part], f"{'grad' if generic_names else self.name}.{part[0]}")
+            for i, grad in zip(part, found, strict=True):
+                results[i] = grad
+        for i, grad in enumerate(results):
+            if self._scale and grad is not None and self.is_local(variables[i]):
+                results[i] = self.divided(grad, size)
+        return results
+
+    def _parts(self, indices: list[int], grads: list[Any], variables: Sequence[Any]) -> Iterable[list[int]]:
+        """The indices of the gradients of each call."""
+        if isinstance(self.groups, list):
+            of_group = {id(variable): number for number, group in enumerate(self.groups) for variable in group}
+            parts: dict[Any, list[int]] = {}
+            for i in indices:
+                parts.setdefault(of_group.get(id(variables[i]), (i,)), []).append(i)
+            return parts.values()
+        if self.groups:
+            return [list(part) for part in split_list(indices, self.groups) if part]
+        return self.fused(indices, grads) if indices else []
+
+    def fused(self, indices: list[int], grads: list[Any]) -> Iterable[list[int]]:
+        """The indices of the gradients of each call, if the script does not say."""
+        return [indices]
