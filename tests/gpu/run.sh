@@ -9,6 +9,7 @@
 # DL_COMM_TEST_DEVICE=cpu runs the same tests on host memory. Prints a line for each step; the exit status is 1 if one failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source tests/gpu/common.sh
 
 wheels=${1:--}
 shift $(($# > 0))
@@ -48,24 +49,6 @@ finish() { # STATUS: prints the summary after the log is complete
   exec >&- 2>&-
   wait "$tee"
   exit "$1"
-}
-
-install() { # into a folder with the layout of an environment, where the core finds MPI's library
-  local module
-  prefix=$(mktemp -d)
-  # A global variable, because it is read at the end.
-  trap 'rm -rf "$prefix"' EXIT
-  # Not --target, which skips a wheel's lib/ files, such as libmpi.so.12.
-  "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --ignore-installed \
-    --prefix "$prefix" "$wheels"/*.whl || return 1
-  module=$(find "$prefix" -name _dl_comm.abi3.so)
-  MPIEXEC=$(find "$prefix" -path '*/bin/mpiexec')
-  [ -n "$module" ] && [ -n "$MPIEXEC" ] || { echo "run.sh: $wheels lacks dl_comm or mpich" && return 1; }
-  PYTHONPATH=$(dirname "$(dirname "$module")")${PYTHONPATH:+:$PYTHONPATH}
-  # The core finds MPI itself; this prevents that another MPI on the machine is loaded first.
-  LD_LIBRARY_PATH=$(dirname "$(find "$prefix" -name libmpi.so.12)")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-  PATH=$(dirname "$MPIEXEC"):$PATH
-  export MPIEXEC PYTHONPATH LD_LIBRARY_PATH PATH
 }
 
 failed=0
@@ -254,29 +237,12 @@ run_stage() { # NUMBER
   esac
 }
 
-shm_folder() { # a tmpfs with a GiB; pages of files on a disk cannot be pinned for a GPU
-  local folder
-  for folder in /dev/shm "${XDG_RUNTIME_DIR:-}" "${TMPDIR:-/tmp}" /tmp /run; do
-    if [ -n "$folder" ] && [ -w "$folder" ] && [ "$(df --output=fstype "$folder" 2>/dev/null | tail -1)" = tmpfs ] &&
-      [ "$(df --output=avail -k "$folder" | tail -1)" -ge $((1 << 20)) ]; then
-      echo "$folder"
-      return
-    fi
-  done
-}
-
-if [ "$wheels" != - ]; then install || finish 1; fi
+if [ "$wheels" != - ]; then install "$wheels" || finish 1; fi
 gpus=$([ "$device" = cpu ] || nvidia-smi -L 2>/dev/null | grep -c .)
 gpus=${gpus:-0}
 nvidia-smi -L 2>/dev/null
 df -h /dev/shm
-# The ranks' shared memory; containers often have 64 MB.
-shm=$(shm_folder)
-if [ -z "$shm" ]; then
-  echo "run.sh: no tmpfs with a GiB; /dev/shm may be too small"
-elif [ "$shm" != /dev/shm ]; then
-  export DL_COMM_SHM_DIR=$shm
-fi
+shared_memory
 step "import" "$python" -c '
 import sys, numpy, torch, dl_comm, dl_comm.torch
 from dl_comm._libraries.build import packaged_library

@@ -53,7 +53,7 @@ def _steps(runs: Sequence[dict[str, Any]]) -> str:
         why = f", {step['why']}" if step["why"] else ""
         seconds = "" if step["status"] == "left out" else str(step["seconds"])
         rows.append((stage or "", name, step["status"] + why, seconds))
-    return _markdown(rows)
+    return markdown(rows)
 
 
 def _figures(runs: Sequence[dict[str, Any]]) -> str:
@@ -78,14 +78,15 @@ def _figures(runs: Sequence[dict[str, Any]]) -> str:
             share = f"{medians[LIMIT] / medians[path]:.0%}" if LIMIT in medians else ""
             other = f"{fastest}, {_time(others[fastest])}" if fastest else ""
             rows.append((str(ranks), what, dtype, path, _time(medians[path]), share, other))
-    return _markdown(rows) if len(rows) > 1 else ""
+    return markdown(rows) if len(rows) > 1 else ""
 
 
 def _time(microseconds: float) -> str:
     return f"{microseconds / 1000:.2f} ms" if microseconds >= 1000 else f"{microseconds:.1f} us"
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first row has its heads."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
