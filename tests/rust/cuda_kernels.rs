@@ -130,15 +130,22 @@ fn items(pieces: &[Piece], cut: &Cut) -> Vec<BlockRange> {
     items
 }
 
-/// The factors of the scaled operators.
+/// The usual factors of the scaled operators.
 const FACTORS: (f64, f64) = (0.3, 1.7);
 
 fn launch(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut) {
-    launch_with(name, pieces, divisor, cut, (0, false));
+    launch_with(name, pieces, divisor, cut, FACTORS, (0, false));
 }
 
 /// `stop` is the address of a stop flag, or 0; `fills`: whether a stopped launch fills its targets.
-fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, (stop, fills): (u64, bool)) {
+fn launch_with(
+    name: &str,
+    pieces: &[Piece],
+    divisor: u32,
+    cut: &Cut,
+    (pre, post): (f64, f64),
+    (stop, fills): (u64, bool),
+) {
     let items = items(pieces, cut);
     let (nsources, ntargets) = (pieces[0].sources.len(), pieces[0].targets.len());
     let sources: Vec<u64> = pieces.iter().flat_map(|piece| piece.sources.iter().map(Buffer::address)).collect();
@@ -161,8 +168,8 @@ fn launch_with(name: &str, pieces: &[Piece], divisor: u32, cut: &Cut, (stop, fil
         targets: starts[2],
         table,
         fills: u32::from(fills),
-        pre: FACTORS.0,
-        post: FACTORS.1,
+        pre,
+        post,
         nitems: items.len() as u32,
         nsources: nsources as u32,
         ntargets: ntargets as u32,
@@ -309,7 +316,7 @@ fn check(name: &str, reduction: Reduction, case: &Case) {
     let wanted: Vec<Vec<u8>> =
         pieces.iter().map(|piece| reduced(reduction, &piece.sources, piece.count, case.divisor)).collect();
     let before: Vec<Vec<Buffer>> = pieces.iter().map(|piece| piece.sources.clone()).collect();
-    launch(name, &pieces, case.divisor, &case.cut);
+    launch_with(name, &pieces, case.divisor, &case.cut, reduction.op.factors().unwrap_or(FACTORS), (0, false));
     for ((piece, wanted), before) in pieces.iter().zip(&wanted).zip(&before) {
         for target in 0..case.ntargets {
             let got = piece.target(target).content();
@@ -361,6 +368,23 @@ const RESIDUES: [(&str, DType, bool); 8] = [
     ("bits64", DType::U64, false),
 ];
 
+/// The kernels with factors.
+fn scaled<'a>(
+    types: impl Iterator<Item = &'a (&'a str, DType, bool)> + Clone,
+    (pre, post): (f64, f64),
+) -> Vec<(String, Reduction)> {
+    let ops = [
+        ("average", ReduceOp::ScaledMean { pre, post }),
+        ("min", ReduceOp::ScaledMin { pre, post }),
+        ("max", ReduceOp::ScaledMax { pre, post }),
+        ("product", ReduceOp::ScaledProduct { pre, post }),
+    ];
+    let of = |(what, op): (&str, ReduceOp), &(suffix, dtype, precise): &(&str, DType, bool)| {
+        (format!("scaled_{what}_{suffix}"), reduction_of(op, dtype, precise))
+    };
+    ops.into_iter().flat_map(|op| types.clone().map(move |each| of(op, each))).collect()
+}
+
 /// The kernels that write elements, and the reductions that they are.
 fn kernels() -> Vec<(String, Reduction)> {
     let plain = FLOATS[..4].iter().chain(&INTEGERS);
@@ -373,14 +397,7 @@ fn kernels() -> Vec<(String, Reduction)> {
     kernels.extend(FLOATS.iter().chain(&RESIDUES).map(|each| of("product", ReduceOp::Product, each)));
     let bits = [("bit_and", ReduceOp::BitAnd), ("bit_or", ReduceOp::BitOr), ("bit_xor", ReduceOp::BitXor)];
     kernels.extend(bits.map(|(name, op)| (name.to_owned(), reduction_of(op, DType::U8, false))));
-    let (pre, post) = FACTORS;
-    let scaled = [
-        ("scaled_average", ReduceOp::ScaledMean { pre, post }),
-        ("scaled_min", ReduceOp::ScaledMin { pre, post }),
-        ("scaled_max", ReduceOp::ScaledMax { pre, post }),
-        ("scaled_product", ReduceOp::ScaledProduct { pre, post }),
-    ];
-    kernels.extend(scaled.iter().flat_map(|(what, op)| FLOATS.iter().map(|each| of(what, *op, each))));
+    kernels.extend(scaled(FLOATS.iter().chain(&INTEGERS), FACTORS));
     // Sums of integers are means with the divisor 1.
     kernels.extend(INTEGERS.iter().map(|each| of("average", ReduceOp::Sum, each)));
     kernels
@@ -405,6 +422,12 @@ fn cases() -> impl Strategy<Value = Case> {
     )
 }
 
+fn factors() -> impl Strategy<Value = f64> {
+    let power = 2f64.powi(64);
+    let special = vec![0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e300, power, -power, 1.0 / power, f64::INFINITY, f64::NAN];
+    prop_oneof![prop::sample::select(special), -3.0..3.0, -1e30..1e30]
+}
+
 proptest! {
     // A case runs all kernels.
     #![proptest_config(ProptestConfig::with_cases(16))]
@@ -417,6 +440,18 @@ proptest! {
         }
     }
 
+    /// Accumulators of all values, which have limits and wrap around: factors of 2^64 reach those of 128 bits.
+    #[test]
+    fn factors_of_integers_have_all_values(case in cases(), pre in factors(), post in factors()) {
+        let scaled_sum = ReduceOp::ScaledSum { pre, post };
+        let sums = INTEGERS.iter().map(|(name, dtype, precise)| {
+            (format!("scaled_average_{name}"), reduction_of(scaled_sum, *dtype, *precise))
+        });
+        for (name, reduction) in scaled(INTEGERS.iter(), (pre, post)).into_iter().chain(sums) {
+            let divisor = if reduction.op == scaled_sum { 1 } else { case.divisor };
+            check(&name, reduction, &Case { divisor, ..case.clone() });
+        }
+    }
 }
 
 proptest! {
@@ -507,7 +542,7 @@ fn a_set_stop_flag_prevents_all_other_writes() {
             let sources = vec![Buffer::new(&vec![1; 1000 * dtype.size()], 0); nsources];
             let target = Target::Apart(Buffer::new(&vec![0x11; 1000 * made], 0));
             let pieces = [Piece { sources, targets: vec![target], count: 1000 }];
-            launch_with(&name, &pieces, 1, &cut, (device(&[word; 64]), fills == 1));
+            launch_with(&name, &pieces, 1, &cut, FACTORS, (device(&[word; 64]), fills == 1));
             let content = pieces[0].target(0).content();
             let all = |value: u8| content.iter().all(|byte| *byte == value);
             assert_eq!(all(0x11), if word == 0 { nsources == 0 } else { fills == 0 }, "{name}, {word}");

@@ -44,27 +44,36 @@ def nvrtc(version: str) -> Nvrtc:
         pytest.skip(f"needs NVRTC {version}: {absent}")
 
 
-# The first part of the names of a source's kernels, the list of their last parts, and further names.
+# The kernels of a source: first parts of their names, and the list of their last parts (or one name).
 NAMES = {
-    "allreduce_mean.cu": ("average_", "TYPES", ["copy_bytes"]),
-    "allreduce_integers.cu": ("average_", "OTHER_INTEGERS", []),
-    "allreduce_min.cu": ("min_", "ORDERED_TYPES", []),
-    "allreduce_max.cu": ("max_", "ORDERED_TYPES", []),
-    "allreduce_product.cu": ("product_", "PRODUCT_TYPES", []),
-    "allreduce_bits.cu": ("", "BIT_OPERATORS", []),
-    "allreduce_scaled_mean.cu": ("scaled_average_", "FLOAT_TYPES", []),
-    "allreduce_scaled_min.cu": ("scaled_min_", "FLOAT_TYPES", []),
-    "allreduce_scaled_max.cu": ("scaled_max_", "FLOAT_TYPES", []),
-    "allreduce_scaled_product.cu": ("scaled_product_", "FLOAT_TYPES", []),
-    "reduce_sum.cu": ("sum_", "TYPES", []),
+    "allreduce_mean.cu": {"average_": "TYPES", "copy_bytes": ""},
+    "allreduce_integers.cu": {"average_": "OTHER_INTEGERS"},
+    "allreduce_min.cu": {"min_": "ORDERED_TYPES"},
+    "allreduce_max.cu": {"max_": "ORDERED_TYPES"},
+    "allreduce_product.cu": {"product_": "PRODUCT_TYPES"},
+    "allreduce_bits.cu": {"": "BIT_OPERATORS"},
+    "allreduce_scaled_mean.cu": {"scaled_average_": "FLOAT_TYPES"},
+    "allreduce_scaled_min.cu": {"scaled_min_": "FLOAT_TYPES"},
+    "allreduce_scaled_max.cu": {"scaled_max_": "FLOAT_TYPES"},
+    "allreduce_scaled_product.cu": {"scaled_product_": "FLOAT_TYPES"},
+    "allreduce_scaled_integers.cu": {
+        "scaled_average_": "WIDE_INTEGERS",
+        **dict.fromkeys(["scaled_min_", "scaled_max_", "scaled_product_"], "ORDERED_INTEGERS"),
+    },
+    "reduce_sum.cu": {"sum_": "TYPES"},
 }
+
+
+def listed(types: str) -> list[str]:
+    """The names in a list of types, and in the lists that it names."""
+    text = HEADERS["types.cuh"].split(f"#define DL_COMM_{types}(X)")[1].split("#define")[0]
+    inner = re.findall(r"DL_COMM_(\w+)\(X\)", text)
+    return re.findall(r"X\((\w+), [^\n]+\)", text) + [name for each in inner for name in listed(each)]
 
 
 def kernels(source: str) -> list[str]:
     """The kernels of the source, by the lists of types."""
-    first, types, more = NAMES[source]
-    listed = HEADERS["types.cuh"].split(f"#define DL_COMM_{types}(X)")[1].split("#define")[0]
-    return [f"{first}{each}" for each in re.findall(r"X\((\w+), [^\n]+\)", listed)] + more
+    return [first + last for first, types in NAMES[source].items() for last in (listed(types) if types else [""])]
 
 
 def bodies(ptx: str) -> dict[str, str]:
@@ -136,15 +145,18 @@ def test_the_ptx_of_sums_stores_16_bytes_at_a_time(nvrtc: Nvrtc) -> None:
 def test_no_register_is_spilled(nvrtc: Nvrtc) -> None:
     """A thread has enough registers with three blocks on a multiprocessor.
 
-    float16 and bfloat16 that are added up in float64 (eight sums of a vector, and its quotients) spill a little.
+    float16 and bfloat16 that are added up in float64 (eight sums of a vector, and its quotients) spill a little, and
+    so do short integers with factors, which are multiplied in float64.
     """
+    spill = re.compile(r"\w+f16_precise|scaled_\w+_[iu](8|16)")
     options = ["--gpu-architecture=sm_90", *OPTIONS, "--ptxas-options=-v"]
     for source in SOURCES:
         log = nvrtc.compile((FOLDER / source).read_text(), source, options, HEADERS).log
         spilled = re.findall(r"properties for (\w+)\s.*?(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-        assert sorted(name for name, *_ in spilled) == sorted(kernels(source)), log
+        # Functions that are not inlined have names of C++.
+        assert sorted(name for name, *_ in spilled if not name.startswith("_Z")) == sorted(kernels(source)), log
         for name, stores, loads in spilled:
-            if not name.endswith("f16_precise"):
+            if not spill.fullmatch(name):
                 assert (stores, loads) == ("0", "0"), f"{name}: {log}"
 
 

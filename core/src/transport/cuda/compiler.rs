@@ -17,8 +17,9 @@ use super::kernel_table::SOURCES;
 use crate::error::{Error, Result};
 
 /// Headers that the sources include.
-const HEADERS: [(&CStr, &str); 4] = [
+const HEADERS: [(&CStr, &str); 5] = [
     (c"memory.cuh", include_str!("kernels/memory.cuh")),
+    (c"numbers.cuh", include_str!("kernels/numbers.cuh")),
     (c"types.cuh", include_str!("kernels/types.cuh")),
     (c"accumulate.cuh", include_str!("kernels/accumulate.cuh")),
     (c"allreduce.cuh", include_str!("kernels/allreduce.cuh")),

@@ -26,6 +26,8 @@ pub enum KernelSet {
     ScaledMaxima,
     /// Products with factors.
     ScaledProducts,
+    /// All of these of integers.
+    ScaledIntegers,
     /// Undivided sums.
     Sums,
 }
@@ -40,12 +42,49 @@ pub(super) struct Source {
 const FREQUENT: &[&str] =
     &["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise", COPY];
 const ORDERED: &[&str] = &["f32", "f64", "f16", "bf16", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"];
+const INTEGERS: [DType; 8] =
+    [DType::I8, DType::U8, DType::I16, DType::U16, DType::I32, DType::U32, DType::I64, DType::U64];
+/// Means, minima, maxima and products, each of [`INTEGERS`].
+const SCALED_INTEGERS: &[&str] = &[
+    "average_i8",
+    "average_u8",
+    "average_i16",
+    "average_u16",
+    "average_i32",
+    "average_u32",
+    "average_i64",
+    "average_u64",
+    "min_i8",
+    "min_u8",
+    "min_i16",
+    "min_u16",
+    "min_i32",
+    "min_u32",
+    "min_i64",
+    "min_u64",
+    "max_i8",
+    "max_u8",
+    "max_i16",
+    "max_u16",
+    "max_i32",
+    "max_u32",
+    "max_i64",
+    "max_u64",
+    "product_i8",
+    "product_u8",
+    "product_i16",
+    "product_u16",
+    "product_i32",
+    "product_u32",
+    "product_i64",
+    "product_u64",
+];
 const FLOATS: &[&str] = &["f32", "f64", "f16", "bf16", "f32_precise", "f16_precise", "bf16_precise"];
 /// The kernel that copies, at the end of [`KernelSet::Means`].
 pub(super) const COPY: &str = "copy_bytes";
 
 /// In the order of [`KernelSet`].
-pub(super) const SOURCES: [Source; 11] = [
+pub(super) const SOURCES: [Source; 12] = [
     Source { text: include_str!("kernels/allreduce_mean.cu"), what: "average_", types: FREQUENT },
     Source {
         text: include_str!("kernels/allreduce_integers.cu"),
@@ -76,6 +115,7 @@ pub(super) const SOURCES: [Source; 11] = [
     Source { text: include_str!("kernels/allreduce_scaled_min.cu"), what: "scaled_min_", types: FLOATS },
     Source { text: include_str!("kernels/allreduce_scaled_max.cu"), what: "scaled_max_", types: FLOATS },
     Source { text: include_str!("kernels/allreduce_scaled_product.cu"), what: "scaled_product_", types: FLOATS },
+    Source { text: include_str!("kernels/allreduce_scaled_integers.cu"), what: "scaled_", types: SCALED_INTEGERS },
     Source {
         text: include_str!("kernels/reduce_sum.cu"),
         what: "sum_",
@@ -97,46 +137,40 @@ fn float_name(dtype: DType, precise: bool) -> Option<&'static str> {
     })
 }
 
+/// Its place in [`INTEGERS`], the order of all lists of their names.
+fn integer_index(dtype: DType) -> Option<usize> {
+    INTEGERS.iter().position(|integer| *integer == dtype)
+}
+
 fn integer_name(dtype: DType) -> Option<&'static str> {
-    Some(match dtype {
-        DType::I8 => "i8",
-        DType::U8 => "u8",
-        DType::I16 => "i16",
-        DType::U16 => "u16",
-        DType::I32 => "i32",
-        DType::U32 => "u32",
-        DType::I64 => "i64",
-        DType::U64 => "u64",
-        _ => return None,
-    })
+    integer_index(dtype).map(|index| ["i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"][index])
 }
 
 /// The kernel of an operator on elements of [`kernel_type`], as its set and the last part of its name.
 pub(super) fn kernel_of(op: ReduceOp, dtype: DType, precise: bool) -> Option<(KernelSet, &'static str)> {
     let number = |precise| float_name(dtype, precise).or_else(|| integer_name(dtype));
-    let scaled = |set| float_name(dtype, precise).map(|name| (set, name));
+    let scaled = |set, index: usize| match float_name(dtype, precise) {
+        Some(name) => Some((set, name)),
+        None => {
+            let name = SCALED_INTEGERS[index * INTEGERS.len() + integer_index(dtype)?];
+            Some((KernelSet::ScaledIntegers, name))
+        }
+    };
     match op {
         ReduceOp::Sum | ReduceOp::Mean => number(precise)
             .map(|name| (if FREQUENT.contains(&name) { KernelSet::Means } else { KernelSet::Integers }, name)),
         ReduceOp::Min => number(false).map(|name| (KernelSet::Minima, name)),
         ReduceOp::Max => number(false).map(|name| (KernelSet::Maxima, name)),
         ReduceOp::Product => float_name(dtype, precise)
-            .or_else(|| {
-                Some(match integer_name(dtype)? {
-                    "i8" | "u8" => "bits8",
-                    "i16" | "u16" => "bits16",
-                    "i32" | "u32" => "bits32",
-                    _ => "bits64",
-                })
-            })
+            .or_else(|| integer_index(dtype).map(|index| ["bits8", "bits16", "bits32", "bits64"][index / 2]))
             .map(|name| (KernelSet::Products, name)),
         ReduceOp::BitAnd => Some((KernelSet::Bits, "and")),
         ReduceOp::BitOr => Some((KernelSet::Bits, "or")),
         ReduceOp::BitXor => Some((KernelSet::Bits, "xor")),
-        ReduceOp::ScaledSum { .. } | ReduceOp::ScaledMean { .. } => scaled(KernelSet::ScaledMeans),
-        ReduceOp::ScaledMin { .. } => scaled(KernelSet::ScaledMinima),
-        ReduceOp::ScaledMax { .. } => scaled(KernelSet::ScaledMaxima),
-        ReduceOp::ScaledProduct { .. } => scaled(KernelSet::ScaledProducts),
+        ReduceOp::ScaledSum { .. } | ReduceOp::ScaledMean { .. } => scaled(KernelSet::ScaledMeans, 0),
+        ReduceOp::ScaledMin { .. } => scaled(KernelSet::ScaledMinima, 1),
+        ReduceOp::ScaledMax { .. } => scaled(KernelSet::ScaledMaxima, 2),
+        ReduceOp::ScaledProduct { .. } => scaled(KernelSet::ScaledProducts, 3),
     }
 }
 
@@ -172,15 +206,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_reductions_but_of_scaled_integers_have_kernels() {
+    fn all_reductions_have_kernels() {
         const FLOATS: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
         let mut kernels = Vec::new();
         for op in ReduceOp::ALL {
             for dtype in DType::ALL.into_iter().filter(|dtype| op.check(*dtype).is_ok()) {
                 for acc_f64 in [false, true] {
                     let reduction = Reduction { op, dtype, acc_f64, wire_is_acc: false, divisor: 2 };
-                    let is_float = dtype.is_float() || [DType::Complex64, DType::Complex128].contains(&dtype);
-                    assert_eq!(kernel_set(reduction).is_some(), op.factors().is_none() || is_float, "{reduction:?}");
+                    assert!(kernel_set(reduction).is_some(), "{reduction:?}");
                     kernels.extend(kernel_of(op, kernel_type(op, dtype), acc_f64));
                     let frequent = FLOATS.contains(&dtype)
                         || op == ReduceOp::Mean && [DType::I8, DType::U8, DType::I32, DType::I64].contains(&dtype);
@@ -200,6 +233,7 @@ mod tests {
             KernelSet::ScaledMinima,
             KernelSet::ScaledMaxima,
             KernelSet::ScaledProducts,
+            KernelSet::ScaledIntegers,
         ];
         for (set, source) in all.into_iter().zip(&SOURCES) {
             let known = |name: &&str| *name == COPY || kernels.contains(&(set, name));

@@ -60,6 +60,7 @@ struct Vector {
 
 #define UNROLL _Pragma("unroll")
 #define KEEP_LOOP _Pragma("unroll 1")  // to compile fast, and with few registers
+#define OUT_OF_LINE __noinline__
 
 template <class T>
 __device__ __forceinline__ T* at(Address address) {
@@ -129,6 +130,7 @@ __device__ __forceinline__ void store(Address address, Vector<kBytes> v) {
 
 #define UNROLL
 #define KEEP_LOOP
+#define OUT_OF_LINE __attribute__((noinline))
 #define __launch_bounds__(...)
 #define PARAMETER(type) const type&
 

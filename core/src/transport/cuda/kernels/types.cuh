@@ -1,112 +1,9 @@
-// Element types: accumulators, conversions and division.
+// Element types: accumulators, operators and division.
 #pragma once
 
-#include "memory.cuh"
+#include "numbers.cuh"
 
 namespace {
-
-// Reinterprets the bits. A union is the only method that every NVRTC and g++ support.
-template <class To, class From>
-__device__ __forceinline__ To bits_as(From from) {
-  static_assert(sizeof(To) == sizeof(From), "one has as many bits as the other");
-  const union {
-    From from;
-    To to;
-  } bits = {from};
-  return bits.to;
-}
-
-// An unsigned type that holds an element's bits.
-template <unsigned kSize>
-struct BitsOf {
-  using Type = unsigned;
-};
-template <>
-struct BitsOf<8> {
-  using Type = unsigned long long;
-};
-
-// The bits of element `i` of a vector, zero-extended.
-template <unsigned kSize, unsigned kBytes>
-__device__ __forceinline__ typename BitsOf<kSize>::Type element(const Vector<kBytes>& v, unsigned i) {
-  if constexpr (kSize == 8) {
-    return v.word[2 * i] | static_cast<unsigned long long>(v.word[2 * i + 1]) << 32;
-  } else if constexpr (kSize == 4) {
-    return v.word[i];
-  } else {
-    const unsigned bit = 8 * kSize * i;
-    return v.word[bit / 32] >> bit % 32 & ((1u << 8 * kSize) - 1);
-  }
-}
-
-// Sets element `i` of a vector to zero-extended `bits`. The element must be 0 before.
-template <unsigned kSize, unsigned kBytes>
-__device__ __forceinline__ void set_element(Vector<kBytes>& v, unsigned i, typename BitsOf<kSize>::Type bits) {
-  if constexpr (kSize == 8) {
-    v.word[2 * i] = static_cast<unsigned>(bits);
-    v.word[2 * i + 1] = static_cast<unsigned>(bits >> 32);
-  } else if constexpr (kSize == 4) {
-    v.word[i] = bits;
-  } else {
-    const unsigned bit = 8 * kSize * i;
-    v.word[bit / 32] |= bits << bit % 32;
-  }
-}
-
-// Conversions are exact or round to nearest, ties to even, except f64_to_odd_f32. On the host, float16 is converted as
-// in core/src/reduce/convert.rs. The GPU's conversion instructions differ from that only for NaNs that GPU arithmetic
-// never produces. It produces only 0x7fffffff in float32, which both convert to 0x7fff.
-
-constexpr unsigned kSign = 1u << 31;
-constexpr unsigned kInfinity = 0xffu << 23;
-
-__device__ __forceinline__ float f16_to_f32(unsigned half) {
-#ifdef __CUDACC_RTC__
-  float single;
-  asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(single) : "r"(half));
-  return single;
-#else
-  const unsigned smallest = (127u - 14) << 23, magnitude = (half & 0x7fff) << 13;
-  const unsigned rebiased = magnitude + (112u << 23), special = rebiased + (112u << 23);
-  const unsigned subnormal = bits_as<unsigned>(bits_as<float>(magnitude + smallest) - bits_as<float>(smallest));
-  const unsigned finite = magnitude < 0x400u << 13 ? subnormal : rebiased;
-  return bits_as<float>((magnitude >= 0x7c00u << 13 ? special : finite) | (half & 0x8000) << 16);
-#endif
-}
-
-__device__ __forceinline__ unsigned f32_to_f16(float single) {
-#ifdef __CUDACC_RTC__
-  unsigned half;
-  asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(half) : "f"(single));
-  return half;
-#else
-  const unsigned bits = bits_as<unsigned>(single), sign = bits & kSign, magnitude = bits ^ sign;
-  const unsigned normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
-  const unsigned subnormal = bits_as<unsigned>(bits_as<float>(magnitude) + 0.5f) - bits_as<unsigned>(0.5f);
-  const unsigned finite = magnitude < (127u - 14) << 23 ? subnormal : normal;
-  const unsigned special = magnitude > kInfinity ? 0x7e00 | (magnitude >> 13 & 0x3ff) : 0x7c00;
-  return (magnitude >= (127u + 16) << 23 ? special : finite) | sign >> 16;
-#endif
-}
-
-__device__ __forceinline__ float bf16_to_f32(unsigned half) { return bits_as<float>(half << 16); }
-
-// The GPU's conversion instruction gives another NaN, and some GPUs lack it.
-__device__ __forceinline__ unsigned f32_to_bf16(float single) {
-  const unsigned bits = bits_as<unsigned>(single);
-  const unsigned rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  return (bits & ~kSign) > kInfinity ? 0x7fc0 : rounded;
-}
-
-// Rounds to odd: an inexact result is the neighbour whose last bit is 1. Rounding the result to a type with at least
-// two fewer bits equals rounding the float64 directly.
-__device__ __forceinline__ float f64_to_odd_f32(double value) {
-  const float nearest = static_cast<float>(value);
-  const double widened = nearest;
-  const bool rounded_up = (widened < 0 ? -widened : widened) > (value < 0 ? -value : value);
-  const unsigned bits = bits_as<unsigned>(nearest);
-  return widened == value ? nearest : bits_as<float>((bits - rounded_up) | 1);
-}
 
 // What a kernel does with the elements before its operator and with the result after it. Most operators do nothing
 // before, and those of sums divide by one divisor after it, many times.
@@ -205,7 +102,9 @@ struct IntegerDivider : Unscaled {
 template <class Float>
 struct FloatSum {
   using Acc = Float;
+  using Factor = Float;
   using Divider = FloatDivider<Float>;
+  __device__ __forceinline__ static Acc scale(Acc acc, Factor factor) { return acc * factor; }
   __device__ __forceinline__ static Acc combine(Acc left, Acc right) { return left + right; }
 };
 struct F32 : FloatSum<float> {
@@ -267,6 +166,50 @@ using U16 = Integer<unsigned short, int, unsigned, Divider31>;
 using U32 = Integer<unsigned, long long, unsigned long long, Divider63>;
 using U64 = Integer<unsigned long long, __int128, unsigned __int128, Divider63>;
 
+// Division of all numbers of an accumulator, truncated toward zero, in 32-bit steps.
+template <class Acc, class Magnitude>
+struct FullDivider : Unscaled {
+  Divider63 divider;
+
+  __device__ __forceinline__ explicit FullDivider(const KernelArgs& args) : divider(args.divisor) {}
+
+  template <unsigned kCount>
+  __device__ __forceinline__ void divide(Acc (&sums)[kCount]) const {
+    UNROLL for (Acc& sum : sums) {
+      const bool negative = is_negative(sum);
+      Magnitude magnitude = static_cast<Magnitude>(sum), quotient = 0;
+      if (negative) magnitude = 0 - magnitude;
+      unsigned long long rest = 0;
+      UNROLL for (int digit = 8 * sizeof(Magnitude) - 32; digit >= 0; digit -= 32) {
+        rest = rest << 32 | static_cast<unsigned>(magnitude >> digit);
+        const unsigned long long next = divider.quotient(rest);
+        rest -= next * divider.by;
+        quotient |= static_cast<Magnitude>(next) << digit;
+      }
+      sum = static_cast<Acc>(negative ? 0 - quotient : quotient);
+    }
+  }
+};
+
+// Sums of integers with factors, which use all of the accumulators of core/src/reduce/types.rs and wrap around there.
+template <class Element, class Sum, class Magnitude>
+struct WideInteger : Integer<Element, Sum, Magnitude, Divider63> {
+  using Factor = double;
+  using Divider = FullDivider<Sum, Magnitude>;
+  __device__ __forceinline__ static Sum combine(Sum left, Sum right) {
+    return static_cast<Sum>(static_cast<Magnitude>(left) + static_cast<Magnitude>(right));
+  }
+  __device__ __forceinline__ static Sum scale(Sum acc, Factor factor) { return scaled_integer(acc, factor); }
+};
+using WideI8 = WideInteger<signed char, int, unsigned>;
+using WideU8 = WideInteger<unsigned char, int, unsigned>;
+using WideI16 = WideInteger<short, int, unsigned>;
+using WideU16 = WideInteger<unsigned short, unsigned, unsigned>;
+using WideI32 = WideInteger<int, long long, unsigned long long>;
+using WideU32 = WideInteger<unsigned, unsigned long long, unsigned long long>;
+using WideI64 = WideInteger<long long, __int128, unsigned __int128>;
+using WideU64 = WideInteger<unsigned long long, unsigned __int128, unsigned __int128>;
+
 // Of the other operators.
 struct Undivided : Unscaled {
   __device__ __forceinline__ explicit Undivided(const KernelArgs&) {}
@@ -309,6 +252,11 @@ struct OrderedInteger : Compared<sizeof(Element)> {
   __device__ __forceinline__ static Acc greater(Acc left, Acc right) {
     return static_cast<Element>(left) < static_cast<Element>(right) ? right : left;
   }
+  using Factor = double;
+  __device__ __forceinline__ static Acc scale(Acc bits, Factor factor) {
+    const Element scaled = scaled_integer(static_cast<Element>(bits), factor);
+    return static_cast<Acc>(scaled) & (~Acc(0) >> 8 * (sizeof(Acc) - sizeof(Element)));
+  }
 };
 // Of operands that are equal or not comparable, the result has the bits of both, or of either.
 template <class Float>
@@ -350,21 +298,23 @@ struct Max : S {
   __device__ __forceinline__ static Acc combine(Acc left, Acc right) { return S::greater(left, right); }
 };
 
-// Of floating type S with a factor of its elements, and one of the result, in the type of the accumulator.
+// Of type S with a factor of its elements, and one of the result.
 template <class S>
 struct Scaled : S {
   struct Divider {
-    typename S::Acc pre, post;
+    typename S::Factor pre, post;
     typename S::Divider divider;
 
     __device__ __forceinline__ explicit Divider(const KernelArgs& args)
-        : pre(static_cast<typename S::Acc>(args.pre)), post(static_cast<typename S::Acc>(args.post)), divider(args) {}
+        : pre(static_cast<typename S::Factor>(args.pre)),
+          post(static_cast<typename S::Factor>(args.post)),
+          divider(args) {}
 
-    __device__ __forceinline__ typename S::Acc lift(typename S::Acc element) const { return element * pre; }
+    __device__ __forceinline__ typename S::Acc lift(typename S::Acc element) const { return S::scale(element, pre); }
 
     template <unsigned kCount>
     __device__ __forceinline__ void divide(typename S::Acc (&totals)[kCount]) const {
-      UNROLL for (auto& total : totals) total *= post;
+      UNROLL for (auto& total : totals) total = S::scale(total, post);
       divider.divide(totals);
     }
   };
@@ -418,7 +368,7 @@ constexpr bool kCopies<Bytes> = true;
 }  // namespace
 
 // Each calls X with the names and types of some kernels: of the frequent means, of the other means of integers, of
-// minima and maxima, of products, of operators on bits, and of operators with factors.
+// minima and maxima, of products, of operators on bits, and of operators with factors, of integers and of floats.
 #define DL_COMM_TYPES(X)     \
   X(f32, F32)                \
   X(f64, F64)                \
@@ -436,19 +386,12 @@ constexpr bool kCopies<Bytes> = true;
   X(u16, U16)                     \
   X(u32, U32)                     \
   X(u64, U64)
-#define DL_COMM_ORDERED_TYPES(X)         \
-  X(f32, OrderedFloat<float>)            \
-  X(f64, OrderedFloat<double>)           \
-  X(f16, OrderedHalf<0x7c00>)            \
-  X(bf16, OrderedHalf<0x7f80>)           \
-  X(i8, OrderedInteger<signed char>)     \
-  X(u8, OrderedInteger<unsigned char>)   \
-  X(i16, OrderedInteger<short>)          \
-  X(u16, OrderedInteger<unsigned short>) \
-  X(i32, OrderedInteger<int>)            \
-  X(u32, OrderedInteger<unsigned>)       \
-  X(i64, OrderedInteger<long long>)      \
-  X(u64, OrderedInteger<unsigned long long>)
+#define DL_COMM_ORDERED_TYPES(X) \
+  X(f32, OrderedFloat<float>)    \
+  X(f64, OrderedFloat<double>)   \
+  X(f16, OrderedHalf<0x7c00>)    \
+  X(bf16, OrderedHalf<0x7f80>)   \
+  DL_COMM_ORDERED_INTEGERS(X)
 #define DL_COMM_PRODUCT_TYPES(X) \
   X(f32, F32)                    \
   X(f64, F64)                    \
@@ -465,6 +408,24 @@ constexpr bool kCopies<Bytes> = true;
   X(bit_and, And)                \
   X(bit_or, Or)                  \
   X(bit_xor, Xor)
+#define DL_COMM_WIDE_INTEGERS(X) \
+  X(i8, WideI8)                  \
+  X(u8, WideU8)                  \
+  X(i16, WideI16)                \
+  X(u16, WideU16)                \
+  X(i32, WideI32)                \
+  X(u32, WideU32)                \
+  X(i64, WideI64)                \
+  X(u64, WideU64)
+#define DL_COMM_ORDERED_INTEGERS(X)      \
+  X(i8, OrderedInteger<signed char>)     \
+  X(u8, OrderedInteger<unsigned char>)   \
+  X(i16, OrderedInteger<short>)          \
+  X(u16, OrderedInteger<unsigned short>) \
+  X(i32, OrderedInteger<int>)            \
+  X(u32, OrderedInteger<unsigned>)       \
+  X(i64, OrderedInteger<long long>)      \
+  X(u64, OrderedInteger<unsigned long long>)
 #define DL_COMM_FLOAT_TYPES(X) \
   X(f32, F32)                  \
   X(f64, F64)                  \
