@@ -465,8 +465,9 @@ typedef struct dl_comm_device {
  * memory). A call starts after the work that is on the stream at the time of the call, and later work on the stream
  * sees the result. The call returns without waiting for the GPU, unless `block_host` is set or the data goes through
  * host memory. A failure after the return fails the team. A team uses one GPU per rank; its schedule must not have
- * non-blocking calls. A stream in CUDA graph capture is refused (DL_COMM_ERROR_STATE). dl_comm_gradients and
- * dl_comm_broadcast detect GPU memory by its address and use the default stream. Collective. */
+ * non-blocking calls. In a CUDA graph capture the graph gets the calls that NCCL runs; others are refused
+ * (DL_COMM_ERROR_STATE). dl_comm_gradients and dl_comm_broadcast detect GPU memory by its address and use the default
+ * stream. Collective. */
 int dl_comm_average_on(const dl_comm_device_t* device, const dl_comm_buffer_t* buffers, size_t count, int team,
                        const char* name, double timeout);
 int dl_comm_broadcast_on(const dl_comm_device_t* device, const dl_comm_buffer_t* buffers, size_t count, int root,

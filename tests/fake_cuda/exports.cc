@@ -16,6 +16,15 @@ FAKE_API CUresult fake_cuda_enqueue(CUstream handle, void (*function)(void*), vo
   return stream->push([function, argument] { function(argument); });
 }
 
+FAKE_API CUresult fake_cuda_enqueue_made(CUstream handle, const FakeOperation* operation, void* prototype) {
+  const std::shared_ptr<void> kept(prototype, operation->release);
+  std::shared_ptr<Stream> stream;
+  if (const CUresult refused = need_stream(handle, &stream)) return refused;
+  return stream->push_made([make = operation->make, function = operation->function, kept] {
+    return [function, made = make(kept.get())] { function(made); };
+  });
+}
+
 FAKE_API void* fake_cuda_host_address(CUdeviceptr address, std::size_t bytes, const char* what) {
   if (bytes > 0) device_memory(address, bytes, what);
   return host_of(address);

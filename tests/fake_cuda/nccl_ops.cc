@@ -90,17 +90,21 @@ void run(void* argument) {
   ++comm.finished;
 }
 
+// An operation at its place in the order of its communicator. `run` frees it.
+void* in_order(void* prototype) {
+  auto op = std::make_unique<Operation>(*static_cast<const Operation*>(prototype));
+  op->order = op->comm->issued++;
+  op->task.number = op->comm->collectives++;
+  return op.release();
+}
+
 // The job of a call: enqueues the operation on its stream.
-ncclResult_t give_to_stream(Operation op) {
-  op.order = op.comm->issued++;
-  op.task.number = op.comm->collectives++;
-  const CUstream stream = op.stream;
-  auto owned = std::make_unique<Operation>(std::move(op));
-  const CUresult refused = fake_cuda_enqueue(stream, run, owned.get());
+ncclResult_t give_to_stream(const Operation& op) {
+  static constexpr FakeOperation how = {in_order, run, [](void* op) { delete static_cast<Operation*>(op); }};
+  const CUresult refused = fake_cuda_enqueue_made(op.stream, &how, new Operation(op));
   if (refused != CUDA_SUCCESS) {
     return failed(ncclUnhandledCudaError, "the stream refused the operation: " + std::to_string(refused));
   }
-  owned.release();  // `run` frees it
   return ncclSuccess;
 }
 

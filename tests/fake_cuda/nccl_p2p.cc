@@ -79,6 +79,13 @@ void run(void* argument) {
   ++comm.finished;
 }
 
+// A batch at its place in the order of its communicator. `run` frees it.
+void* in_order(void* prototype) {
+  auto batch = std::make_unique<Batch>(*static_cast<const Batch*>(prototype));
+  batch->order = batch->comm->issued++;
+  return batch.release();
+}
+
 ncclResult_t give_to_stream(const std::shared_ptr<Comm>& comm, const Messages& messages) {
   auto batch = std::make_unique<Batch>();
   batch->comm = comm;
@@ -93,12 +100,11 @@ ncclResult_t give_to_stream(const std::shared_ptr<Comm>& comm, const Messages& m
   for (auto entry = batch->queues.begin(); entry != batch->queues.end();) {
     entry = entry->second.empty() ? batch->queues.erase(entry) : std::next(entry);
   }
-  batch->order = comm->issued++;
-  const CUresult refused = fake_cuda_enqueue(messages.stream, run, batch.get());
+  static constexpr FakeOperation how = {in_order, run, [](void* batch) { delete static_cast<Batch*>(batch); }};
+  const CUresult refused = fake_cuda_enqueue_made(messages.stream, &how, batch.release());
   if (refused != CUDA_SUCCESS) {
     return failed(ncclUnhandledCudaError, "the stream refused the messages: " + std::to_string(refused));
   }
-  batch.release();  // `run` frees it
   return ncclSuccess;
 }
 

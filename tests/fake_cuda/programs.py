@@ -252,8 +252,29 @@ def events() -> None:
     ok(cuda.cuStreamBeginCapture_v2(one, 0))
     ok(cuda.cuStreamIsCapturing(one, byref(status)))
     assert status.value == 1
-    assert cuda.cuEventRecord(there, one) == 900
-    ok(cuda.cuStreamEndCapture(one, byref(c_void_p())))
+    assert cuda.cuStreamSynchronize(one) == 900
+    assert cuda.cuStreamWaitEvent(one, back, 0) == 905  # recorded before
+    ok(cuda.cuEventRecord(there, one))
+    assert cuda.cuEventQuery(there) in (900, 907)
+    ok(cuda.cuStreamWaitEvent(two, there, 0))  # takes part from now on
+    ok(launch(kernel, work, two))
+    ok(cuda.cuEventRecord(back, two))
+    ok(cuda.cuStreamWaitEvent(one, back, 0))
+    graph, executable = c_void_p(), c_void_p()
+    ok(cuda.cuStreamEndCapture(one, byref(graph)))
+    ok(cuda.cuStreamIsCapturing(two, byref(status)))
+    assert status.value == 0
+    ok(cuda.cuGraphInstantiateWithFlags(byref(executable), graph, big(0)))
+    for _ in range(3):
+        ok(cuda.cuGraphLaunch(executable, one))
+    ok(cuda.cuStreamSynchronize(one))
+    ok(cuda.cuGraphExecDestroy(executable))
+    ok(cuda.cuGraphDestroy(graph))
+    # What another stream was given must come back.
+    ok(cuda.cuStreamBeginCapture_v2(one, 0))
+    ok(cuda.cuEventRecord(there, one))
+    ok(cuda.cuStreamWaitEvent(two, there, 0))
+    assert cuda.cuStreamEndCapture(one, byref(graph)) == 904
     ok(cuda.cuStreamDestroy_v2(one))
     assert cuda.cuStreamSynchronize(one) == 400
 

@@ -35,9 +35,20 @@ bool Mark::passed() {
   return passed_;
 }
 
+CUresult Stream::push_made(const Graph::Maker& maker) {
+  if (const auto graph = this->graph()) {
+    graph->add(this, maker);
+    return CUDA_SUCCESS;
+  }
+  return push(maker());
+}
+
 CUresult Stream::push(std::function<void()> operation) {
   const std::lock_guard lock(mutex_);
-  if (capturing_) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  if (graph_ != nullptr) {
+    graph_->add(this, [operation = std::move(operation)] { return operation; });
+    return CUDA_SUCCESS;
+  }
   if (!std::exchange(started_, true)) std::thread([self = shared_from_this()] { self->work(); }).detach();
   queue_.push_back({std::move(operation), context->next++});
   ++pushed_;
@@ -47,14 +58,14 @@ CUresult Stream::push(std::function<void()> operation) {
 
 CUresult Stream::finish() {
   std::unique_lock lock(mutex_);
-  if (capturing_) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  if (graph_ != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   changed_.wait(lock, [this, last = pushed_] { return finished_ >= last; });
   return fault();
 }
 
 CUresult Stream::query() {
   const std::lock_guard lock(mutex_);
-  if (capturing_) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  if (graph_ != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   return finished_ == pushed_ ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
@@ -64,14 +75,14 @@ void Stream::close() {
   changed_.notify_all();
 }
 
-bool Stream::capturing() {
+std::shared_ptr<Graph> Stream::graph() {
   const std::lock_guard lock(mutex_);
-  return capturing_;
+  return graph_;
 }
 
-bool Stream::set_capturing(bool capturing) {
+std::shared_ptr<Graph> Stream::set_graph(std::shared_ptr<Graph> graph) {
   const std::lock_guard lock(mutex_);
-  return std::exchange(capturing_, capturing) != capturing;
+  return std::exchange(graph_, std::move(graph));
 }
 
 void Stream::work() {

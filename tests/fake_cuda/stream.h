@@ -11,8 +11,10 @@
 #include <memory>
 #include <mutex>
 
+#include "abort.h"
 #include "context.h"
 #include "cuda_api.h"
+#include "graph.h"
 
 namespace fake {
 
@@ -42,8 +44,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
  public:
   explicit Stream(Context* context) : context(context) {}
 
-  // Fails while the stream is being captured: the fake has no graphs.
+  // While the stream is being captured, the graph gets the operation.
   CUresult push(std::function<void()> operation);
+  // As `push`, for an operation that `maker` makes for each time that it runs.
+  CUresult push_made(const Graph::Maker& maker);
   // Blocks until all earlier operations have run.
   CUresult finish();
   // CUDA_SUCCESS if all operations have run, else CUDA_ERROR_NOT_READY.
@@ -51,9 +55,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
   // No operation may follow.
   void close();
 
-  bool capturing();
-  // False if it was so already.
-  bool set_capturing(bool capturing);
+  // The graph that captures the stream, or null.
+  std::shared_ptr<Graph> graph();
+  // Begins a capture, or ends it with null; returns the graph before.
+  std::shared_ptr<Graph> set_graph(std::shared_ptr<Graph> graph);
 
   Context* const context;
 
@@ -72,8 +77,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::uint64_t finished_ = 0;
   bool started_ = false;
   bool closed_ = false;
-  bool capturing_ = false;
+  std::shared_ptr<Graph> graph_;
 };
+
+Handles<Graph, CUgraph>& graphs();
 
 // The stream of a handle. 0 and 1 (the same stream) and 2 belong to the current context.
 CUresult need_stream(CUstream handle, std::shared_ptr<Stream>* stream);

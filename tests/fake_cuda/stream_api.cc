@@ -110,17 +110,17 @@ FAKE_API CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* st
   std::shared_ptr<Stream> stream;
   if (const CUresult refused = need_stream(handle, &stream)) return refused;
   if (status == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *status = stream->capturing() ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  *status = stream->graph() != nullptr ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
   return CUDA_SUCCESS;
 }
 
-// Only the capture status is implemented: other calls on the stream fail instead of being recorded.
 FAKE_API CUresult cuStreamBeginCapture_v2(CUstream handle, int mode) {
   std::shared_ptr<Stream> stream;
   if (const CUresult refused = need_stream(handle, &stream)) return refused;
   if (mode < 0 || mode > 2) return CUDA_ERROR_INVALID_VALUE;
   if (special(handle) == 0) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-  if (!stream->set_capturing(true)) return CUDA_ERROR_ILLEGAL_STATE;
+  if (stream->graph() != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
+  stream->set_graph(std::make_shared<Graph>(stream.get()));
   if (mode == kGlobalCapture) ++global_captures;
   return CUDA_SUCCESS;
 }
@@ -130,9 +130,15 @@ FAKE_API CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
   if (const CUresult refused = need_stream(handle, &stream)) return refused;
   if (graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
   *graph = nullptr;
-  if (!stream->set_capturing(false)) return CUDA_ERROR_ILLEGAL_STATE;
+  const std::shared_ptr<Graph> captured = stream->set_graph(nullptr);
+  if (captured == nullptr) return CUDA_ERROR_ILLEGAL_STATE;
   // Captures in other modes are not counted; tests use the global mode.
   if (global_captures > 0) --global_captures;
+  std::vector<std::shared_ptr<Stream>> others;
+  const bool joined = captured->end(&others);
+  for (const auto& other : others) other->set_graph(nullptr);
+  if (!joined) return CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
+  *graph = graphs().add(captured);
   return CUDA_SUCCESS;
 }
 

@@ -65,6 +65,24 @@ class Stream:
             call("cuStreamEndCapture", self.handle, ctypes.byref(ctypes.c_void_p()))
 
 
+class Graph:
+    """What a stream has been given since its capture began, which ends here."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._graph, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
+        call("cuStreamEndCapture", stream.handle, ctypes.byref(self._graph))
+        call("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), self._graph, ctypes.c_ulonglong(0))
+
+    def launch(self, stream: Stream) -> None:
+        """Runs it again."""
+        call("cuGraphLaunch", self._executable, stream.handle)
+
+    def destroy(self) -> None:
+        """Frees it; replays under way go on."""
+        call("cuGraphExecDestroy", self._executable)
+        call("cuGraphDestroy", self._graph)
+
+
 class Array:
     """An array on the current GPU with the values of a NumPy array, copied on its stream.
 

@@ -347,17 +347,6 @@ def test_bad_input_is_refused_and_the_next_call_works() -> None:
     assert (array.get() == 1).all()
 
 
-def test_a_stream_under_capture_is_refused() -> None:
-    array = Array(np.ones(4, "f4"), Stream())
-    array.get()
-    array.stream.capture(True)
-    with pytest.raises(dl_comm.StateError, match="CUDA graph"):
-        dl_comm.gradients([array], out=[array])
-    array.stream.capture(False)
-    dl_comm.gradients([array], out=[array])
-    assert (array.get() == 1).all()
-
-
 def test_a_capture_by_the_program_while_an_average_is_under_way_harms_neither() -> None:
     array, other = Array(np.full(70000, dl_comm.rank(), "f4"), Stream()), Stream()
     array.stream.sleep(200)

@@ -398,14 +398,3 @@ def test_bad_input_is_refused_and_the_next_call_works(monkeypatch: pytest.Monkey
         dl_comm.allreduce(x)
     monkeypatch.undo()
     both(dl_comm.allreduce, np.ones((4, 2), "f4"))
-
-
-def test_a_capture_is_refused() -> None:
-    array = CudaArray(np.ones(4, "f4"), Stream())
-    array.get()
-    array.stream.capture(True)
-    with pytest.raises(dl_comm.StateError, match="CUDA graph"):
-        dl_comm.allreduce([array], out=[array])
-    array.stream.capture(False)
-    dl_comm.allreduce([array], out=[array])
-    assert (array.get() == dl_comm.size()).all()

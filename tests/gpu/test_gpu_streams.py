@@ -199,7 +199,7 @@ def test_a_blocking_call_returns_with_the_result_and_its_stream_continues(job: J
 
 
 class TestGraphs:
-    """A CUDA graph would run without the other ranks: calls are refused during a capture and do not break it."""
+    """With NCCL a graph has the calls; on other paths they are refused during a capture and do not break it."""
 
     @pytest.fixture(autouse=True)
     def goes_on(self, job: Job):  # noqa: ANN201 (a generator)
@@ -209,7 +209,33 @@ class TestGraphs:
         (mean,) = cdl.gradients([torch.full((7,), float(job.rank), device=job.device)], 0)
         assert mean.tolist() == [job.middle] * 7
 
+    @staticmethod
+    def on_nccl(job: Job) -> bool:
+        gpu = job.gpu()
+        return gpu is not None and gpu["path"] == "nccl"
+
+    @pytest.mark.parametrize("count", [1, 40])
+    def test_a_hundred_replays_equal_as_many_calls(self, job: Job, count: int) -> None:
+        if not self.on_nccl(job):
+            pytest.skip("graphs need NCCL")
+        given = [torch.zeros(1000 + each, device=job.device) for each in range(count)]
+        got = [torch.zeros_like(each) for each in given]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for mine, copy in zip(given, got, strict=True):
+                copy.copy_(mine)
+            _ops.average_in_place(got, 0, "captured")
+        random = torch.Generator(device=job.device).manual_seed(job.rank)
+        for _ in range(100):
+            for each in given:
+                each.normal_(generator=random)
+            graph.replay()
+            means = cdl.gradients(given, 0)
+            assert all(torch.equal(one, other) for one, other in zip(got, means, strict=True))
+
     def test_a_call_under_capture_is_refused(self, job: Job) -> None:
+        if self.on_nccl(job):
+            pytest.skip("graphs have the calls of NCCL")
         data = torch.ones(10, device=job.device)
         graph = torch.cuda.CUDAGraph()
         time.sleep(0.1)  # earlier calls are complete

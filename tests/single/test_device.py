@@ -103,6 +103,18 @@ def test_collectives(fake_cuda: Path, ranks: int, path: str) -> None:
     assert not finished.left
 
 
+@pytest.mark.parametrize(
+    ("ranks", "path"),
+    [(3, "nccl"), (2, "ipc")]
+    + [pytest.param(*each, marks=pytest.mark.heavy) for each in [(1, "ipc"), (2, "nccl"), (2, "staged")]],
+)
+def test_graphs(fake_cuda: Path, ranks: int, path: str) -> None:
+    command = ["-m", "pytest", "-x", "-q", str(PROGRAMS / "test_graphs.py")]
+    finished = start(fake_cuda, ranks, command, 200, **PATHS[path], **SLOW, PATH_EXPECTED=path)
+    assert finished.returncode == 0, finished.output
+    assert not finished.left
+
+
 @pytest.mark.heavy
 def test_collectives_by_kernels_that_nvrtc_has_compiled(fake_cuda: Path, tmp_path: Path) -> None:
     for library in fake_cuda.iterdir():

@@ -157,3 +157,54 @@ def test_the_next_call_reports_the_loss(fake_cuda: Path, tmp_path: Path) -> None
     assert found <= {"TimeoutError True", "TimeoutError False"}, finished.output
     assert reports(finished, "finalize") == {"no error"}, finished.output
     assert finished.returncode == 0, finished.output
+
+
+GRAPH = """
+import os, sys, time
+import numpy as np
+from arrays import Array, Graph, Stream, use
+import dl_comm
+
+dl_comm.init()
+rank, folder = dl_comm.rank(), sys.argv[1]
+use(rank)
+stream = Stream()
+array, out = (Array(np.full(1000, value, "f4"), stream) for value in (1 + rank, 0))
+dl_comm.gradients([array], out=[out])  # chooses the path
+stream.capture(True)
+dl_comm.gradients([array], out=[out])
+graph = Graph(stream)
+out.put(np.zeros(1000, "f4"))
+graph.launch(stream)
+assert (out.get() == 1.5).all()
+if rank == 1:
+    stream.sleep(60000)
+graph.launch(stream)
+open(f"{folder}/enqueued{rank}", "w").close()
+while rank == 1 and not os.path.exists(f"{folder}/enqueued0"):
+    time.sleep(0.01)
+if rank == 1:
+    os.kill(os.getpid(), 9)
+print("NaN:", bool(np.isnan(out.get()).all()))
+if sys.argv[2] == "finalize":
+    try:
+        dl_comm.finalize()
+    except dl_comm.PeerLostError as error:
+        print("finalize:", "are not valid" in str(error))
+"""
+
+
+@pytest.mark.parametrize("end", ["finalize", "exit"])
+def test_a_replay_of_a_graph_without_a_rank_leaves_nan(fake_cuda: Path, tmp_path: Path, end: str) -> None:
+    script = tmp_path / "graph.py"
+    script.write_text(GRAPH)
+    command = ending_together([sys.executable, str(script), str(tmp_path), end], tmp_path, 2)
+    finished = launch(2, command, 100, {**environment(fake_cuda), **PATHS["nccl"], "DL_COMM_TIMEOUT_S": "60"})
+    assert not finished.timed_out, finished.output
+    assert "NaN: True" in finished.output, finished.output
+    assert re.search(r"in a CUDA graph, which rank 0.* had enqueued, are not valid", finished.output), finished.output
+    assert end != "finalize" or "finalize: True" in finished.output, finished.output
+    statuses = {path.read_text().strip() for path in tmp_path.glob("ended.*")}
+    # Also after finalize, which a rank has not reached.
+    assert "137" in statuses
+    assert "0" not in statuses, (statuses, finished.output)

@@ -49,6 +49,11 @@ impl Worker {
     /// Replaces a call on device memory, on which the ranks agree, by one on copies in host memory.
     pub fn copy_to_host(&mut self, work: &Arc<Work>) -> Result<Arc<Work>> {
         let shared = Arc::clone(&self.shared);
+        if work.call.producer().is_some_and(|producer| producer.is_captured()) {
+            let reason = "it is captured into a CUDA graph and would go through host memory, as a rank waits in join";
+            return Err(unrecoverable(Error::State(format!("{}: {reason}", work.call.full_name()))))
+                .inspect_err(|error| shared.fail(error));
+        }
         let (mut copy, call, ready) = self.run_checked(work, |_, work, _| {
             let copied = || {
                 let copy = match work.take_host_copy() {

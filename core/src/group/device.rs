@@ -114,6 +114,7 @@ impl NcclLaunch {
         let path = lock(&path);
         shared.gpu.device_bytes.store(path.device_bytes(), Ordering::Relaxed);
         let (enqueued, result) = match enqueued {
+            Ok(_) if work.call.producer().is_some_and(|producer| producer.is_captured()) => (Enqueued::InGraph, Ok(())),
             Ok(end) => (Enqueued::All(end), Ok(())),
             Err(error) => {
                 shared.fail(&error);

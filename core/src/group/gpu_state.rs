@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use serde_json::Value;
 
-use crate::collective::device::{DevicePath, HostCopies};
-use crate::error::Result;
+use crate::collective::Call;
+use crate::collective::device::{DevicePath, HostCopies, NcclPath};
+use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::transport::gpu::Context;
 
@@ -33,6 +34,26 @@ impl GpuState {
         // Only the first call sets it.
         let _first = self.path.set(path.describe());
         self.copies_others.store(path.copies_others(), Ordering::Relaxed);
+    }
+
+    /// Refuses a call that is captured into a CUDA graph unless NCCL runs it: the replays run without the host.
+    ///
+    /// # Errors
+    /// [`Error::State`].
+    pub fn check_capture(&self, call: &Call) -> Result<()> {
+        let Some(producer) = call.producer().filter(|producer| producer.is_captured()) else { return Ok(()) };
+        let reason = match self.path.get().and_then(|path| path["path"].as_str()) {
+            None => "the first call of a group chooses its path; make one before the capture".to_owned(),
+            Some("nccl") if producer.blocks_host() => "the call blocks the host".to_owned(),
+            Some("nccl") if NcclPath::runs(call) => return Ok(()),
+            Some("nccl") => "NCCL lacks its operator or element type".to_owned(),
+            Some(path) => format!("graphs need the path nccl, and that of this group is {path}"),
+        };
+        Err(Error::State(format!(
+            "{} is captured into a CUDA graph, but {reason}. Without it every rank must take part in each call, so end the \
+             capture before it and start another one after it",
+            call.full_name()
+        )))
     }
 
     /// The number of this rank's GPU, after the first call.

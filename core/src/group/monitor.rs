@@ -22,6 +22,8 @@ use crate::transport::gpu::{Event, LaunchOrder, has_one_queue};
 const MIN_SLEEP: Duration = Duration::from_micros(20);
 const MAX_BLOCKING_SLEEP: Duration = Duration::from_micros(200);
 const MAX_SLEEP: Duration = Duration::from_millis(10);
+/// How often a rank with calls in CUDA graphs looks for lost ranks.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// The thread that polls the calls.
 pub(super) struct Monitor {
@@ -43,6 +45,8 @@ struct Watch {
 pub(super) enum Enqueued {
     /// All of it, with the event at its end. The caller gets success.
     All(Event),
+    /// All of it, in a CUDA graph. Nobody knows when its replays run; only the loss of a rank ends them.
+    InGraph,
     /// A part, with the event at its end, if anything. The caller gets an error.
     Part(Option<Event>),
 }
@@ -88,7 +92,7 @@ impl Watched {
     fn has_ended(&self) -> bool {
         match self.progress.get() {
             None => false,
-            Some(Enqueued::Part(None)) => true,
+            Some(Enqueued::Part(None) | Enqueued::InGraph) => true,
             Some(Enqueued::All(end) | Enqueued::Part(Some(end))) => {
                 end.context().push().and_then(|_guard| end.is_complete()).unwrap_or(true)
             }
@@ -161,16 +165,37 @@ impl Drop for Monitor {
 }
 
 impl Watch {
-    /// Polls calls until the GPU has finished them.
+    /// Polls calls until the GPU has finished them. Once some are in CUDA graphs, looks for lost ranks all the time.
     fn run(&self, calls: &Receiver<Watched>) {
-        while let Ok(watched) = calls.recv() {
-            match self.wait(&watched) {
-                Ok(()) => watched.finish(Ok(())),
-                Err(error) => {
-                    self.shared.fail(&error);
-                    return self.drain_failed(watched, calls, &error);
+        let mut in_graph: Option<String> = None;
+        loop {
+            let next = match in_graph {
+                None => calls.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(_) => calls.recv_timeout(LOOK_EVERY),
+            };
+            let (error, failed) = match next {
+                Ok(watched) => match self.wait(&watched) {
+                    Ok(()) => {
+                        if matches!(watched.progress.get(), Some(Enqueued::InGraph)) {
+                            in_graph.get_or_insert_with(|| watched.work.call.full_name().to_string());
+                        }
+                        watched.finish(Ok(()));
+                        continue;
+                    }
+                    Err(error) => (error, vec![watched]),
+                },
+                Err(RecvTimeoutError::Timeout) => {
+                    let lost = || self.shared.region.lost_rank();
+                    let Some(error) = self.shared.failure().or_else(lost) else { continue };
+                    (error, Vec::new())
                 }
+                Err(RecvTimeoutError::Disconnected) => return,
+            };
+            self.shared.fail(&error);
+            if let Some(name) = in_graph {
+                self.shared.recorder.lost.add(&format!("{name} in a CUDA graph"), self.shared.rank_name(), &error);
             }
+            return self.drain_failed(failed, calls, &error);
         }
     }
 
@@ -186,6 +211,7 @@ impl Watch {
                     let is_released = self.streams.as_ref().is_some_and(|streams| streams.is_released());
                     return if is_released { Err(self.failure()) } else { Ok(()) };
                 }
+                Some(Enqueued::InGraph) => return Ok(()),
                 Some(Enqueued::Part(_)) => return Err(self.failure()),
                 Some(Enqueued::All(_)) | None => {}
             }
@@ -231,9 +257,9 @@ impl Watch {
 
     /// After a failure: unblocks the GPU's streams repeatedly until the group ends, because other ranks may undo it. The
     /// time is unknown: earlier work of the program runs first.
-    fn drain_failed(&self, failed: Watched, calls: &Receiver<Watched>, error: &Error) {
+    fn drain_failed(&self, failed: Vec<Watched>, calls: &Receiver<Watched>, error: &Error) {
         let since = Instant::now();
-        let mut pending = vec![failed];
+        let mut pending = failed;
         loop {
             pending.extend(calls.try_iter());
             self.launches.cancel(self.shared.number);

@@ -263,7 +263,9 @@ impl Group {
     fn on_device(&self, call: Call, device: Device) -> Result<Call> {
         self.check_gpu(device)?;
         let producer = guard(|| CallerStream::new(device))?;
-        call.on_device(Arc::new(producer), self.shared.settings.device.chunk)
+        let call = call.on_device(Arc::new(producer), self.shared.settings.device.chunk)?;
+        self.shared.gpu.check_capture(&call)?;
+        Ok(call)
     }
 
     /// Whether this rank's calls are on the GPU `device`.

@@ -28,7 +28,9 @@ impl Call {
                 self.replicas.len()
             )));
         }
-        let signature = xxh3_64_with_seed(b"device", self.signature);
+        // All ranks must capture it, or none.
+        let kind: &[u8] = if producer.is_captured() { b"captured" } else { b"device" };
+        let signature = xxh3_64_with_seed(kind, self.signature);
         if !self.op.runs_in_device_chunks() {
             return Ok(Call { signature, producer: Some(producer), ..self });
         }

@@ -112,18 +112,26 @@ impl Batch {
         }
     }
 
-    /// Clears the batch and adds the outputs of `call` that can hold NaN, for a launch that fills them if it is stopped
-    /// and does nothing otherwise. Few items, so that they fit the parameters: only a lost call is slow by that.
-    pub fn guard_outputs(&mut self, call: &Call) {
+    /// Clears the batch and adds outputs of `call` that can hold NaN, from tensor `first` on, for a launch that fills them
+    /// if it is stopped and does nothing otherwise. As many as fit the parameters; returns the tensor that is next. Few
+    /// items: only a lost call is slow by that.
+    pub fn guard_outputs(&mut self, call: &Call, first: usize) -> usize {
         self.start(0, 1, 0);
         self.fills = true;
-        for (index, tensor) in call.tensors(0).iter().enumerate() {
+        let tensors = call.tensors(0);
+        for (index, tensor) in tensors.iter().enumerate().skip(first) {
             let output = tensor.buffer.destination_bytes(0..call.extents(index).1);
-            if tensor.buffer.dtype().has_nan() && !output.is_empty() {
-                self.targets.push(output.start as Address);
-                self.add_items(DType::U8, output.len(), MAX_FILLED);
+            if !tensor.buffer.dtype().has_nan() || output.is_empty() {
+                continue;
             }
+            let items = output.len().div_ceil(MAX_FILLED) * size_of::<BlockRange>() + size_of::<Address>();
+            if !self.is_empty() && self.bytes() + items > KernelArgs::TABLE * size_of::<u64>() {
+                return index;
+            }
+            self.targets.push(output.start as Address);
+            self.add_items(DType::U8, output.len(), MAX_FILLED);
         }
+        tensors.len()
     }
 
     /// Clears the batch and adds copies of `pieces` of `tensors`, `bytes` in all, to `memory` in wire layout, or, with
@@ -297,14 +305,18 @@ impl Launcher {
         self.run(Scalars::NONE, stream, wait_ctx, |kernels, _, args| unsafe { kernels.copy(args, stream.raw()) })
     }
 
-    /// Runs a batch that only fills, after all other work of `call` on `stream`.
+    /// Runs batches that only fill, whose lists are in the parameters, after all other work of `call` on `stream`.
     ///
     /// # Safety
     /// The outputs of `call` are valid and not used otherwise until the launch has completed.
     pub unsafe fn guard_outputs(&mut self, call: &Call, stream: &Stream, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        self.batch.guard_outputs(call);
-        // SAFETY: the caller's promise.
-        unsafe { self.copy(stream, wait_ctx) }
+        let mut next = 0;
+        while next < call.tensors(0).len() {
+            next = self.batch.guard_outputs(call, next);
+            // SAFETY: the caller's promise.
+            unsafe { self.copy(stream, wait_ctx) }?;
+        }
+        Ok(())
     }
 
     /// The index of a buffer for the batch that no kernel reads.

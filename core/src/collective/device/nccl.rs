@@ -5,6 +5,8 @@
 //! and bfloat16 in their own types. So the bits depend on the number of ranks and on NCCL's version (`DL_COMM_GPU_PATH`
 //! selects another path). Operators that NCCL lacks, means of integers and float64 accumulators, which differ from the
 //! core's, go through the host.
+//! In a CUDA graph the replays run without the host: nothing is fused, as the bucket has other users, and the calls have a
+//! stream of their own, so that the graph takes no others with it.
 //! Thread rule: used by one thread; any thread may release the streams.
 
 use std::sync::Arc;
@@ -15,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::batch::Launcher;
 use super::nccl_steps::{NcclOperator, NcclStep, has_operations, line_operation, steps};
 use super::release::{NcclRelease, OwnStopFlag, StreamRelease};
-use super::streams::{TEARDOWN_TIMEOUT, is_idle, poll, poll_until, signal_outputs, wait_inputs};
+use super::streams::{TEARDOWN_TIMEOUT, is_idle, poll, poll_until, producer, signal_outputs, wait_inputs};
 use crate::buffer::Tensor;
 use crate::collective::call::{Call, lengths};
 use crate::collective::channel::Channel;
@@ -48,7 +50,9 @@ const MAX_SLEEP: Duration = Duration::from_millis(10);
 
 /// The resources of a rank for the NCCL path.
 pub struct NcclPath {
-    stream: Stream,
+    stream: Arc<Stream>,
+    /// Of calls that are captured into a CUDA graph, made by the first.
+    graph_stream: Option<Arc<Stream>>,
     rank: usize,
     ranks: usize,
     communicator: Arc<Communicator>,
@@ -100,7 +104,8 @@ impl NcclPath {
                     let (ranks, fused_max) = (size, selection.limit(Limit::NcclFused));
                     let bucket = None;
                     return Ok(Ok(NcclPath {
-                        stream,
+                        stream: Arc::new(stream),
+                        graph_stream: None,
                         rank,
                         ranks,
                         communicator,
@@ -140,6 +145,11 @@ impl NcclPath {
     pub fn run(&mut self, call: &Call, wait_ctx: &WaitContext<'_>) -> Result<Event> {
         let context = Arc::clone(self.stream.context());
         let _guard = context.push()?;
+        let is_captured = producer(call)?.is_captured();
+        if is_captured && self.graph_stream.is_none() {
+            self.graph_stream = Some(Arc::new(Stream::new(&context)?));
+        }
+        let stream = Arc::clone(self.stream_of(call));
         let mut wanted = NcclPath::operators(call)
             .ok_or_else(|| Error::Internal(format!("NCCL cannot run {}", call.full_name())))?;
         wanted.sort_by_key(|(dtype, _)| *dtype);
@@ -147,30 +157,36 @@ impl NcclPath {
         let operators = Operators::new(&self.communicator, &wanted)?;
         let size = |index: usize| call.tensors(0)[index].buffer.byte_ranges().0.len();
         let has_data = |&index: &usize| call.op.pattern() != Pattern::Line || size(index) > 0;
-        let is_small = |index: usize| call.op.pattern() == Pattern::Line && size(index) <= self.fused_max;
+        let is_small =
+            |index: usize| !is_captured && call.op.pattern() == Pattern::Line && size(index) <= self.fused_max;
         let (mut small, mut large): (Vec<usize>, Vec<usize>) =
             (0..call.tensors(0).len()).filter(has_data).partition(|&index| is_small(index));
         if small.len() <= MIN_TO_FUSE {
             large.append(&mut small);
         }
-        wait_inputs(call, &self.stream)?;
+        wait_inputs(call, &stream)?;
         let (rank, ranks) = (self.rank, self.ranks);
         let steps = |&index: &usize| {
             let operator = operators.of(call.tensors(0)[index].buffer.dtype());
             steps(call, index, operator, rank, ranks)
         };
-        self.group(large.iter().flat_map(steps), wait_ctx)?;
+        self.group(large.iter().flat_map(steps), &stream, wait_ctx)?;
         self.run_fused(call, &operators, &small, wait_ctx)?;
         operators.free()?;
         // SAFETY: the call owns the tensors, and NCCL's work on this stream comes before.
-        unsafe { self.launcher.guard_outputs(call, &self.stream, wait_ctx) }?;
-        signal_outputs(call, &self.stream)
+        unsafe { self.launcher.guard_outputs(call, &stream, wait_ctx) }?;
+        signal_outputs(call, &stream)
+    }
+
+    fn stream_of(&self, call: &Call) -> &Arc<Stream> {
+        let is_captured = call.producer().is_some_and(|producer| producer.is_captured());
+        self.graph_stream.as_ref().filter(|_| is_captured).unwrap_or(&self.stream)
     }
 
     /// Makes the caller's stream wait for what was enqueued of a call that has failed. `None` if the driver fails.
     pub fn signal_outputs(&self, call: &Call) -> Option<Event> {
         let _guard = self.stream.context().push().ok()?;
-        signal_outputs(call, &self.stream).ok()
+        signal_outputs(call, self.stream_of(call)).ok()
     }
 
     /// Bytes of device memory in use.
@@ -207,7 +223,7 @@ impl NcclPath {
                 let operation = line_operation(call.op, operators.of(run.dtype))?;
                 Some(NcclStep::Operation(operation, buffers))
             };
-            self.group(layout.runs(chunk, all.clone()).filter_map(part), wait_ctx)?;
+            self.group(layout.runs(chunk, all.clone()).filter_map(part), &self.stream, wait_ctx)?;
             if !call.op.has_output(self.rank) {
                 continue;
             }
@@ -220,8 +236,8 @@ impl NcclPath {
     }
 
     /// Starts these steps; those of NCCL as one group.
-    fn group(&self, steps: impl Iterator<Item = NcclStep>, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        let NcclPath { stream, communicator, .. } = self;
+    fn group(&self, steps: impl Iterator<Item = NcclStep>, stream: &Stream, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        let communicator = &self.communicator;
         communicator.grouped(|group| {
             for step in steps {
                 // SAFETY: the memory belongs to the call or the bucket until the stream has passed. No two steps write

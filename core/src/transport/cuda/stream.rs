@@ -174,15 +174,23 @@ pub struct CallerStream {
     context: Arc<Context>,
     stream: RawStream,
     blocks_host: bool,
+    is_captured: bool,
     ready_event: Event,
+}
+
+/// Whether a stream is being captured into a CUDA graph.
+fn is_captured(stream: sys::CUstream) -> Result<bool> {
+    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: the out pointer is valid; the stream is the caller's.
+    check("asking about a stream", unsafe { sys::cuStreamIsCapturing(stream, &raw mut status) }.result())?;
+    Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 impl CallerStream {
     /// Records an event on `device`'s stream.
     ///
     /// # Errors
-    /// [`Error::State`] while the stream is being captured into a CUDA graph; [`Error::Invalid`] for the per-thread
-    /// default stream; [`Error::System`].
+    /// [`Error::Invalid`] for the per-thread default stream; [`Error::System`].
     pub fn new(device: Device) -> Result<CallerStream> {
         let context = Context::for_device(device.ordinal)?;
         let _guard = context.push()?;
@@ -193,27 +201,23 @@ impl CallerStream {
                     .into(),
             ));
         }
-        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: the out pointer is valid; the stream is the caller's.
-        check("asking about a stream", unsafe { sys::cuStreamIsCapturing(raw, &raw mut status) }.result())?;
-        if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-            return Err(Error::State(
-                "the stream is being captured into a CUDA graph; every rank must take part in each collective, so end the capture \
-                 before it and start another one after it"
-                    .into(),
-            ));
-        }
+        let is_captured = is_captured(raw)?;
         let ready_event = record(&context, raw)?;
         let context = Arc::clone(&context);
-        Ok(CallerStream { context, stream: device.stream, blocks_host: device.block_host, ready_event })
+        Ok(CallerStream { context, stream: device.stream, blocks_host: device.block_host, is_captured, ready_event })
     }
 
     /// The same stream, at its present point.
     ///
     /// # Errors
-    /// [`Error::System`].
+    /// [`Error::State`] while it is being captured into a CUDA graph; [`Error::System`].
     pub fn again(&self) -> Result<CallerStream> {
         let _guard = self.context.push()?;
+        if is_captured(self.stream as sys::CUstream)? {
+            return Err(Error::State(
+                "a call of a schedule cannot be captured into a CUDA graph; end the capture before it".into(),
+            ));
+        }
         let ready_event = record(&self.context, self.stream as sys::CUstream)?;
         Ok(CallerStream { context: Arc::clone(&self.context), ready_event, ..*self })
     }
@@ -226,6 +230,11 @@ impl CallerStream {
     /// The event after which the tensors hold the call's input.
     pub fn ready(&self) -> &Event {
         &self.ready_event
+    }
+
+    /// Whether it is being captured into a CUDA graph: the events are points of the graph, for which only streams can wait.
+    pub fn is_captured(&self) -> bool {
+        self.is_captured
     }
 
     /// Whether the call blocks the host until the result is there; the stream does not wait then.
