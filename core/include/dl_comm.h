@@ -288,13 +288,13 @@ struct dl_comm_device;
  * - `done`: dl_comm_start only; called once when the call has ended, with 0 or an error code and its message, on a
  *   thread of the group, or on one that starts or waits for a call of the group. It must not block, and may start
  *   calls. dl_comm_wait and dl_comm_test of other threads see the end after `done` has returned.
- * - `allocate`: ALLGATHER, GATHER and ALLTOALL of host memory, where this rank does not know how long the others' blocks
- *   are: the lengths travel inside the call. `length` is that of this rank's block of each tensor; `send_counts` is given
- *   for ALLTOALL only. `receive_counts` and every `dst` are NULL. When the lengths are known, it is called once, on a
- *   thread as for `done`: `lengths` has those of the blocks that arrive, an entry for each tensor and rank, and it stores
- *   an address for each tensor in `results`, for its blocks in the order of the ranks. In GATHER it is called on every
- *   rank, and the addresses of the root are used. It returns 0; another value is an error, with which the call fails on
- *   every rank. It must not block, nor make calls. All ranks give `allocate`, or none. */
+ * - `allocate`: ALLGATHER, GATHER and ALLTOALL of host memory, where this rank does not know how long the others'
+ *   blocks are: the lengths travel inside the call. `length` is that of this rank's block of each tensor; `send_counts`
+ *   is given for ALLTOALL only. `receive_counts` and every `dst` are NULL. When the lengths are known, it is called
+ *   once, on a thread as for `done`: `lengths` has those of the blocks that arrive, an entry for each tensor and rank,
+ *   and it stores an address for each tensor in `results`, for its blocks in the order of the ranks. In GATHER it is
+ *   called on every rank, and the addresses of the root are used. It returns 0; another value is an error, with which
+ *   the call fails on every rank. It must not block, nor make calls. All ranks give `allocate`, or none. */
 typedef struct dl_comm_call {
   size_t size;
   int collective; /* dl_comm_collective_t */

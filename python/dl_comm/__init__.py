@@ -38,8 +38,9 @@ def __getattr__(name: str) -> Any:
     listed, unlisted = (importlib.import_module(f"dl_comm._api.{module}") for module in ("names", "unlisted"))
     if name != "__all__" and name not in listed.__all__ and name not in unlisted.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals().update({each: getattr(unlisted, each) for each in unlisted.__all__})
-    globals().update({each: getattr(listed, each) for each in listed.__all__})
+    for module in (listed, unlisted):
+        for each in module.__all__:
+            globals().setdefault(each, getattr(module, each))  # a program may have replaced one
     # Scripts of the plugin may import all names.
     globals()["__all__"] = [*listed.__all__, *unlisted.__all__]
     return globals()[name]

@@ -57,6 +57,13 @@ def test_the_stub_declares_what_the_module_has() -> None:
     assert set(dir(dl_comm)) - {"compat"} <= set(dl_comm.__all__)
 
 
+def test_a_replaced_name_stays_replaced() -> None:
+    """Also before the first use of another one, which imports them all."""
+    program = "import dl_comm; dl_comm.size = lambda: 7; dl_comm.rank(); print(dl_comm.size())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "7\n"
+
+
 def test_the_version() -> None:
     command = [sys.executable, "-m", "dl_comm", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
