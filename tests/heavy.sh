@@ -60,7 +60,7 @@ ranks() { # the tests of the bindings that the gate runs on two ranks only, or n
   for ranks in 1 2 3; do
     for names in "numpy torch" "tensorflow tf1 keras"; do
       # The last two are TensorFlow's.
-      files=(--frameworks="${names% tf1 keras}" tests/parallel/test_{averages,batch_norm,collectives,documentation,helpers,parameter_server,schedules}.py)
+      files=(--frameworks="${names% tf1 keras}" tests/parallel/test_{averages,batch_norm,collectives,documentation,helpers,lists_with_counts,parameter_server,schedules}.py)
       for name in $names; do files+=(tests/parallel/test_"$name"*.py); done
       which="costly or heavy"
       [ "$ranks $names" != "3 tensorflow tf1 keras" ] || which="" # the gate runs none of them

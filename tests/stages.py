@@ -72,6 +72,7 @@ SHARED = (
     "collectives",
     "documentation",
     "helpers",
+    "lists_with_counts",
     "parameter_server",
     "random_programs",
     "schedules",

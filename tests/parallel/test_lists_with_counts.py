@@ -188,8 +188,12 @@ DIFFERENT: dict[str, Callable[[Framework, int, int, int], Any]] = {
 def test_counts_that_differ_fail_everywhere(framework: Framework, case: str, rank: int, size: int) -> None:
     if size == 1:
         return
-    with pytest.raises(dl_comm.MismatchError):
+    with pytest.raises(dl_comm.MismatchError) as error:
         DIFFERENT[case](framework, int(rank == size - 1), rank, size)
+    if case in ("all_gather", "reduce_scatter"):
+        odd = [4] * size if case == "all_gather" else [2, *[3] * (size - 2), 4]
+        for counts in ([3] * size, odd):
+            assert f" of blocks of {', '.join(map(str, counts))} elements" in str(error.value)
     x = framework.make(np.ones(size))
     framework.check(framework.comm.reduce_scatter([x, x], counts=[[1] * size] * 2), [np.full(1, float(size))] * 2)
 

@@ -7,6 +7,9 @@ use super::operation::{Op, Pattern};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
+/// The most lengths in a message.
+const SHOWN: usize = 16;
+
 /// Consecutive blocks of different lengths.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bounds(Arc<[usize]>);
@@ -93,6 +96,18 @@ impl Counts {
             Counts::Ranks(bounds) => TensorCounts::Ranks(&bounds[tensor]),
             Counts::Pairs { send, receive } => TensorCounts::Pairs { send: &send[tensor], receive: &receive[tensor] },
         }
+    }
+
+    /// What the ranks compare of a tensor's lengths, in words; empty if they compare none.
+    pub(super) fn describe(&self, tensor: usize) -> String {
+        let Counts::Ranks(bounds) = self else { return String::new() };
+        let lengths = |bounds: &Bounds| {
+            let shown: Vec<String> =
+                (0..bounds.blocks().min(SHOWN)).map(|rank| bounds.block(rank).len().to_string()).collect();
+            let more = if bounds.blocks() > SHOWN { ", ..." } else { "" };
+            shown.join(", ") + more
+        };
+        bounds.get(tensor).map_or_else(String::new, |bounds| format!(" of blocks of {} elements", lengths(bounds)))
     }
 
     /// The lists of bounds of all tensors: none, those of the ranks, or those of the senders' and the receivers' sides.

@@ -73,7 +73,8 @@ impl Call {
         let mut names = self.tensor_names().described().skip(range.start);
         let tensors = self.tensors(0).iter().enumerate().take(range.end).skip(range.start);
         tensors.map(move |(index, tensor)| {
-            format!("{}: {}", tensor_title(index, &names.next().unwrap_or_default()), tensor.describe())
+            let title = tensor_title(index, &names.next().unwrap_or_default());
+            format!("{title}: {}{}", tensor.describe(), self.counts().describe(index))
         })
     }
 
@@ -81,8 +82,9 @@ impl Call {
     pub fn range_hash(&self, range: Range<usize>) -> u64 {
         let mut hash = Xxh3::new();
         let mut names = self.tensor_names().compared().unwrap_or_default().lines().skip(range.start);
-        for tensor in range.map(|index| self.tensors(0).get(index)) {
-            hash.update(tensor.map(Tensor::describe).unwrap_or_default().as_bytes());
+        for index in range {
+            hash.update(self.tensors(0).get(index).map(Tensor::describe).unwrap_or_default().as_bytes());
+            hash.update(self.counts().describe(index).as_bytes());
             hash.update(names.next().unwrap_or_default().as_bytes());
             hash.update(b"\n");
         }

@@ -5,7 +5,7 @@
 //! and bfloat16 in their own types. So the bits depend on the number of ranks and on NCCL's version (`DL_COMM_GPU_PATH`
 //! selects another path). Operators that NCCL lacks, means of integers and float64 accumulators, which differ from the
 //! core's, go through the host.
-//! In a CUDA graph the replays run without the host: nothing is fused, as the bucket has other users, and the calls have a
+//! In a GPU graph the replays run without the host: nothing is fused, as the bucket has other users, and the calls have a
 //! stream of their own, so that the graph takes no others with it.
 //! Thread rule: used by one thread; any thread may release the streams.
 
@@ -51,7 +51,7 @@ const MAX_SLEEP: Duration = Duration::from_millis(10);
 /// The resources of a rank for the NCCL path.
 pub struct NcclPath {
     stream: Arc<Stream>,
-    /// Of calls that are captured into a CUDA graph, made by the first.
+    /// Of calls that are captured into a GPU graph, made by the first.
     graph_stream: Option<Arc<Stream>>,
     rank: usize,
     ranks: usize,
