@@ -436,7 +436,8 @@ typedef struct dl_comm_status {
 /* Starts to send, or to receive, and stores a handle in `work` for dl_comm_test, dl_comm_wait and dl_comm_work_free.
  * Does not block. The tensors must stay valid until the send or receive has ended, those of a receive unused by
  * everybody else; `message` and its arrays may be freed at once. An error here means that nothing was started and
- * `done` is not called. */
+ * `done` is not called. A send of up to 4 KiB does not wait for the receiver, which keeps it in its memory until it is
+ * received, however many there are. */
 int dl_comm_send(const dl_comm_group_t* group, const dl_comm_message_t* message, dl_comm_work_t** work);
 int dl_comm_receive(const dl_comm_group_t* group, const dl_comm_message_t* message, dl_comm_work_t** work);
 

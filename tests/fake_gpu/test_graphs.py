@@ -1,4 +1,4 @@
-"""Calls that are captured into CUDA graphs; run on 1 to 3 ranks by test_device.py.
+"""Calls that are captured into GPU graphs; run on 1 to 3 ranks by test_device.py.
 
 With NCCL the graph has the calls, and each replay gives what a call gives; on other paths they are refused.
 """
@@ -142,7 +142,7 @@ def test_what_a_graph_cannot_have_is_refused_on_each_rank_alone() -> None:
     reason = "NCCL lacks its operator or element type" if ON_NCCL else "graphs need the path nccl"
     stream.capture(True)
     with pytest.raises(
-        dl_comm.StateError, match=rf"captured into a CUDA graph, but {reason}.*end the capture before it"
+        dl_comm.StateError, match=rf"captured into a GPU graph, but {reason}.*end the capture before it"
     ):
         dl_comm.allreduce([array], "bit_or" if ON_NCCL else "sum", out=[array])
     group = dl_comm.Group(name="without a path")

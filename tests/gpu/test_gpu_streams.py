@@ -1,4 +1,4 @@
-"""Streams, threads and CUDA graphs: only streams wait for the GPU, and in the right order.
+"""Streams, threads and GPU graphs: only streams wait for the GPU, and in the right order.
 
 On host memory the same calls run without streams.
 """
@@ -241,7 +241,7 @@ class TestGraphs:
         time.sleep(0.1)  # earlier calls are complete
         with torch.cuda.graph(graph):
             twice = data * 2
-            with pytest.raises(mc.StateError, match="captured into a CUDA graph"):
+            with pytest.raises(mc.StateError, match="captured into a GPU graph"):
                 _ops.average_in_place([data], 0, "captured")
         data.fill_(4)
         graph.replay()

@@ -202,7 +202,7 @@ def test_a_replay_of_a_graph_without_a_rank_leaves_nan(fake_cuda: Path, tmp_path
     finished = launch(2, command, 100, {**environment(fake_cuda), **PATHS["nccl"], "DL_COMM_TIMEOUT_S": "60"})
     assert not finished.timed_out, finished.output
     assert "NaN: True" in finished.output, finished.output
-    assert re.search(r"in a CUDA graph, which rank 0.* had enqueued, are not valid", finished.output), finished.output
+    assert re.search(r"in a GPU graph, which rank 0.* had enqueued, are not valid", finished.output), finished.output
     assert end != "finalize" or "finalize: True" in finished.output, finished.output
     statuses = {path.read_text().strip() for path in tmp_path.glob("ended.*")}
     # Also after finalize, which a rank has not reached.

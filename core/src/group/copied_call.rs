@@ -50,7 +50,7 @@ impl Worker {
     pub fn copy_to_host(&mut self, work: &Arc<Work>) -> Result<Arc<Work>> {
         let shared = Arc::clone(&self.shared);
         if work.call.producer().is_some_and(|producer| producer.is_captured()) {
-            let reason = "it is captured into a CUDA graph and would go through host memory, as a rank waits in join";
+            let reason = "it is captured into a GPU graph and would go through host memory, as a rank waits in join";
             return Err(unrecoverable(Error::State(format!("{}: {reason}", work.call.full_name()))))
                 .inspect_err(|error| shared.fail(error));
         }

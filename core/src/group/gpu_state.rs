@@ -36,7 +36,7 @@ impl GpuState {
         self.copies_others.store(path.copies_others(), Ordering::Relaxed);
     }
 
-    /// Refuses a call that is captured into a CUDA graph unless NCCL runs it: the replays run without the host.
+    /// Refuses a call that is captured into a GPU graph unless NCCL runs it: the replays run without the host.
     ///
     /// # Errors
     /// [`Error::State`].
@@ -50,7 +50,7 @@ impl GpuState {
             Some(path) => format!("graphs need the path nccl, and that of this group is {path}"),
         };
         Err(Error::State(format!(
-            "{} is captured into a CUDA graph, but {reason}. Without it every rank must take part in each call, so end the \
+            "{} is captured into a GPU graph, but {reason}. Without it every rank must take part in each call, so end the \
              capture before it and start another one after it",
             call.full_name()
         )))

@@ -22,7 +22,7 @@ use crate::transport::gpu::{Event, LaunchOrder, has_one_queue};
 const MIN_SLEEP: Duration = Duration::from_micros(20);
 const MAX_BLOCKING_SLEEP: Duration = Duration::from_micros(200);
 const MAX_SLEEP: Duration = Duration::from_millis(10);
-/// How often a rank with calls in CUDA graphs looks for lost ranks.
+/// How often a rank with calls in GPU graphs looks for lost ranks.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// The thread that polls the calls.
@@ -45,7 +45,7 @@ struct Watch {
 pub(super) enum Enqueued {
     /// All of it, with the event at its end. The caller gets success.
     All(Event),
-    /// All of it, in a CUDA graph. Nobody knows when its replays run; only the loss of a rank ends them.
+    /// All of it, in a GPU graph. Nobody knows when its replays run; only the loss of a rank ends them.
     InGraph,
     /// A part, with the event at its end, if anything. The caller gets an error.
     Part(Option<Event>),
@@ -165,7 +165,7 @@ impl Drop for Monitor {
 }
 
 impl Watch {
-    /// Polls calls until the GPU has finished them. Once some are in CUDA graphs, looks for lost ranks all the time.
+    /// Polls calls until the GPU has finished them. Once some are in GPU graphs, looks for lost ranks all the time.
     fn run(&self, calls: &Receiver<Watched>) {
         let mut in_graph: Option<String> = None;
         loop {
@@ -193,7 +193,7 @@ impl Watch {
             };
             self.shared.fail(&error);
             if let Some(name) = in_graph {
-                self.shared.recorder.lost.add(&format!("{name} in a CUDA graph"), self.shared.rank_name(), &error);
+                self.shared.recorder.lost.add(&format!("{name} in a GPU graph"), self.shared.rank_name(), &error);
             }
             return self.drain_failed(failed, calls, &error);
         }

@@ -561,8 +561,8 @@ class Send(Call):
     positional = ("x", "dest", "tag")
     keywords = ("group", "name", "timeout", "async_op")
     summary = (
-        "Sends arrays to rank ``dest`` of the group. Short messages do not wait for the receiver; longer ones until it "
-        "has them."
+        "Sends arrays to rank ``dest`` of the group. Messages of up to 4 KiB do not wait for the receiver, which keeps "
+        "them in its memory until they are received, however many; longer ones wait until it has them."
     )
     own = {"tag": OPTIONS["send_tag"]}
     texts = {
