@@ -231,6 +231,7 @@ LINEAR: dict[str, Callable[[Framework, Any, int, int], Any]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.needs("gradients")
 @pytest.mark.modes("eager", "function")
 @pytest.mark.parametrize("name", LINEAR)

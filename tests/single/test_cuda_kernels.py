@@ -142,6 +142,7 @@ def test_the_ptx_of_sums_stores_16_bytes_at_a_time(nvrtc: Nvrtc) -> None:
         assert_exact_in_registers(name, ptx)
 
 
+@pytest.mark.heavy
 def test_no_register_is_spilled(nvrtc: Nvrtc) -> None:
     """A thread has enough registers with three blocks on a multiprocessor.
 
