@@ -29,7 +29,7 @@ struct Looks {
     at: Instant,
     /// Those in which the sender waited for a call of this rank.
     in_vain: u32,
-    /// Makes the wait known.
+    /// Makes the wait known. Not before the sender waits: else the message may come, however late, and this rank goes on.
     known: Option<Box<dyn Any>>,
 }
 
@@ -44,14 +44,14 @@ impl LongReceive {
         let mut looks = self.next.borrow_mut();
         let Some(calls) = peers.calls.as_ref().filter(|_| Instant::now() >= looks.at) else { return };
         looks.at = Instant::now() + LOOK_EVERY;
-        let Some((sender, name)) = awaited() else {
-            looks.in_vain = 0;
+        calls.look();
+        let waiting = calls.waiting_for_this_rank();
+        let Some((_, name)) = awaited().filter(|(sender, _)| waiting.contains_key(sender)) else {
+            (looks.in_vain, looks.known) = (0, None);
             return;
         };
         looks.known.get_or_insert_with(|| Arc::clone(calls).wait_in(name));
-        calls.look();
-        let waits = calls.waiting_for_this_rank().contains_key(&sender);
-        looks.in_vain = if waits { looks.in_vain + 1 } else { 0 };
+        looks.in_vain += 1;
         if looks.in_vain >= LOOKS {
             looks.in_vain = 0;
             calls.give_up();
