@@ -170,6 +170,42 @@ print("sum", mc.allreduce(ones()[0])[0], flush=True)
     assert finished.output.count("sum 2.0") == 4, finished.output
 
 
+@pytest.mark.parametrize("late", ["call", "message"])
+def test_two_groups_may_wait_for_a_rank_that_waits_for_a_late_one(late: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import time
+import numpy as np
+import dl_comm as mc
+mc.init()
+here = mc.get_rank()
+groups = {{other: mc.Group([0, other], str(other)) for other in (1, 2, 3) if here in (0, other)}}
+def call(other):
+    assert mc.allreduce(np.ones(1), group=groups[other])[0] == 2
+def late():
+    if {late == "call"}:
+        call(2)
+    elif here == 0:
+        mc.recv(np.ones(1), 2)
+    else:
+        mc.send(np.ones(1), 0)
+if here == 2:
+    time.sleep(8)
+    late()
+elif here == 0:
+    late()
+    call(1)
+    call(3)
+else:
+    call(here)
+mc.barrier()
+print("all right", flush=True)
+""")
+    finished = launch(4, [sys.executable, str(script)], 100)
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("all right") == 4, finished.output
+
+
 def test_a_mismatch_that_ends_the_script_is_a_mismatch_on_all_ranks(run: Callable[..., Finished]) -> None:
     finished = run("""
 mc.init()

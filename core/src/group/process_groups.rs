@@ -145,9 +145,10 @@ impl ProcessGroups {
             && self.groups().iter().all(|group| group.callers_are_among(&waiting, is_idle))
     }
 
-    /// Whether another group than `own` lacks calls of some rank. One in which all ranks have calls waits for no rank.
+    /// Whether another group than `own`, in which this rank waits, lacks calls of some rank. One in which all ranks have
+    /// calls waits for no rank; and one that lacks only this rank's does not keep it from going on.
     pub(super) fn lack_calls_elsewhere(&self, own: &dyn WaitingGroup) -> bool {
-        self.others(own).any(|group| group.lacks_calls())
+        self.others(own).any(|group| group.lacks_calls() && !group.pending().is_empty())
     }
 
     /// Counts a call that failed because ranks waited for each other in different groups.
