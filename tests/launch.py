@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MARK = "DL_COMM_TEST_LAUNCH"
+_WHOLE_LINES = str(Path(__file__).resolve().with_name("whole_lines"))
 QUIET = {"DL_COMM_DUMP_DIR": os.environ.get("DL_COMM_DUMP_DIR", "none")}
 """Many tests cause failures: no dumps by default."""
 
@@ -73,8 +74,7 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=None if echo else output,
             stderr=None if echo else subprocess.STDOUT,
-            # Keeps the output of a killed rank.
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), _MARK: mark},
+            env={**_unbuffered({**os.environ, **(env or {})}), _MARK: mark},
             start_new_session=True,
         )
         timed_out = False
@@ -88,6 +88,12 @@ def run(
             _kill(process, mark)
         output.seek(0)
         return Finished(process.returncode, output.read().decode(errors="replace"), timed_out, left)
+
+
+def _unbuffered(env: dict[str, str]) -> dict[str, str]:
+    """``env`` so that Python keeps the output of a killed rank, and mixes no lines of several."""
+    path = os.pathsep.join(filter(None, [_WHOLE_LINES, env.get("PYTHONPATH")]))
+    return {"PYTHONUNBUFFERED": "1", **env, "PYTHONPATH": path}
 
 
 def _left(mark: str) -> tuple[str, ...]:

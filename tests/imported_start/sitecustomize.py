@@ -118,6 +118,9 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
+    if os.environ.get("PYTHONUNBUFFERED"):
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=False, line_buffering=True)  # as tests/whole_lines
     sys.argv[sys.argv[:1] == ["-m"] :] = request["arguments"]
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
