@@ -91,7 +91,12 @@ def run(
 
 
 def _unbuffered(env: dict[str, str]) -> dict[str, str]:
-    """``env`` so that Python keeps the output of a killed rank, and mixes no lines of several."""
+    """``env`` so that Python keeps the output of a killed rank, and mixes no lines of several.
+
+    A test whose subject is Python's output passes an empty ``PYTHONUNBUFFERED``: then nothing is added.
+    """
+    if env.get("PYTHONUNBUFFERED") == "":
+        return {name: value for name, value in env.items() if name != "PYTHONUNBUFFERED"}
     path = os.pathsep.join(filter(None, [_WHOLE_LINES, env.get("PYTHONPATH")]))
     return {"PYTHONUNBUFFERED": "1", **env, "PYTHONPATH": path}
 

@@ -54,7 +54,9 @@ def test_default_output(ranks: Runner) -> None:
 
 
 def test_incomplete_lines_are_shown_after_a_delay(ranks: Runner) -> None:
-    finished = ranks("import os\nif os.environ['PMI_RANK'] == '1': raise SystemExit\n" + PIECES)
+    finished = ranks(
+        "import os\nif os.environ['PMI_RANK'] == '1': raise SystemExit\n" + PIECES, env={"PYTHONUNBUFFERED": ""}
+    )
     assert finished.output == "one line\nprompt> told", finished.output
 
 

@@ -307,9 +307,9 @@ def test_a_timeout_has_the_calls_of_other_ranks(run: Callable[..., Finished]) ->
 import threading
 mc.init(nteams=2)
 if mc.get_rank() == 0:
-    attempt("late", lambda: mc.gradients(ones(), 0, timeout=6))
+    attempt("late", lambda: mc.gradients(ones(), 0, timeout=9))
 else:
-    thread = threading.Thread(target=attempt, args=("other", lambda: mc.gradients(ones(), 1, timeout=8)))
+    thread = threading.Thread(target=attempt, args=("other", lambda: mc.gradients(ones(), 1, timeout=12)))
     thread.start()
     while thread.is_alive():
         sum(range(10**5))
