@@ -372,8 +372,11 @@ def test_mixed_precision_is_refused_by_compile_or_works(rank, size):
 
 @pytest.mark.parametrize(
     ("name", "callback"),
-    [(name, False) for name in OPTIMIZERS]
-    + [pytest.param(name, True, marks=[pytest.mark.heavy] if name != "adamw" else []) for name in OPTIMIZERS],
+    [
+        pytest.param(name, callback, marks=[pytest.mark.heavy] if name not in ("adamw", once) else [])
+        for callback, once in ((False, "dynamic scaling"), (True, "adamw"))
+        for name in OPTIMIZERS
+    ],
 )
 def test_fit_starts_from_rank_0_by_itself(rank, size, name, callback):
     x, y = samples(size)

@@ -264,6 +264,7 @@ class TestAutograd:
 
 
 class TestCompiler:
+    @pytest.mark.costly
     def test_ops_pass_opcheck(self, rank: int) -> None:
         def tensors() -> list[torch.Tensor]:
             return [torch.full((2, 3), float(rank)), torch.ones(4, dtype=torch.float64)]

@@ -117,6 +117,7 @@ def test_buffers_can_be_broadcast_after_each_step(rank: int, size: int) -> None:
         cdl.DistributedOptimizer(torch.optim.SGD(model.parameters()), broadcast_buffers=True)  # type: ignore[arg-type]
 
 
+@pytest.mark.costly
 def test_compiles(rank: int, size: int) -> None:
     torch.compiler.reset()
     _, module = pair(torch.nn.BatchNorm1d)

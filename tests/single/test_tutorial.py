@@ -7,12 +7,13 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from hosts import Hosts, possible
+from imported import TORCH, python
 from launch import Finished, run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/tutorial.md"
@@ -56,13 +57,19 @@ def check(expected: list[str], finished: Finished) -> None:
     assert not left or "..." in expected, "\n".join(["more lines than the page has:", *left, "of", finished.output])
 
 
-def follow(commands: str, type_: Callable[[list[str]], Finished], names: dict[str, str]) -> int:
-    """Types the commands of a block, and checks what they print."""
+def follow(
+    commands: str,
+    type_: Callable[[list[str]], Finished],
+    names: dict[str, str],
+    interpreter: Sequence[str] = (sys.executable,),
+) -> int:
+    """Types the commands of a block, and checks what they print. ``interpreter`` is typed for "python"."""
     for old, new in names.items():
         commands = commands.replace(old, new)
     steps = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", commands, re.MULTILINE)
     for command, output in steps:
-        finished = type_([sys.executable if word == "python" else word for word in shlex.split(command)])
+        words = shlex.split(command)
+        finished = type_([each for word in words for each in (interpreter if word == "python" else [word])])
         assert not finished.timed_out, finished.output
         check(output.splitlines(), finished)
         assert (finished.returncode != 0) == ("failed first" in output), finished.output
@@ -88,7 +95,7 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for language, name, content in blocks(parts()[0]):
         if language == "console":
             names = {"node1": platform.node()}
-            typed += follow(content, lambda words: run(words, 120, ENVIRONMENT), names)
+            typed += follow(content, lambda words: run(words, 120, ENVIRONMENT), names, python(*TORCH))
         else:
             write(files, language, name, content)
     assert typed == 7
@@ -104,6 +111,7 @@ def test_its_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for language, name, content in blocks(one_host):
         if language != "console":
             write(files, language, name, content)
+    Path("model.pt").touch()  # The first command removes it.
     # The last block is the whole script.
     (console, _, commands), (_, name, script) = blocks(two_hosts)
     assert (console, script) == ("console", files[name])
