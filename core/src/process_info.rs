@@ -15,10 +15,10 @@ use crate::config::{Config, DumpDir};
 use crate::error::Result;
 use crate::plugin::Cooldown;
 use crate::runtime::{self, ProcessInfo};
-use crate::transport::NetworkModel;
 use crate::transport::bootstrap::Exchanges;
 use crate::transport::launcher::{NAME, library_info};
 use crate::transport::rank_info::RankInfo;
+use crate::transport::{NetworkModel, RegionLayout};
 use crate::variables;
 
 /// The JSON object that `dl_comm.h` describes.
@@ -43,7 +43,10 @@ pub fn process_info() -> Result<String> {
     info["variables"] = json!(variables::KNOWN);
     info["unknown_variables"] = variables::unknown(names).into_iter().collect();
     match settings {
-        Ok(settings) => info["settings"] = by_variable(&settings),
+        Ok(settings) => {
+            info["settings"] = by_variable(&settings);
+            info["group_bytes"] = group_bytes(&settings);
+        }
         Err(error) => info["settings_error"] = Value::String(error.to_string()),
     }
     if let Some(topology) = &overview.topology {
@@ -88,6 +91,12 @@ fn team(config: &CallConfig, gpus: Option<&Value>, shards: usize) -> Value {
         "shards": shards,
         "gpu": gpus,
     })
+}
+
+/// The shared memory of a group with the default threads on a host with 1, 2, 4, ... ranks.
+fn group_bytes(config: &Config) -> Value {
+    let bytes = |ranks| RegionLayout::bytes_on_one_host(ranks, config.default_nthreads, config.chunk_bytes);
+    (0..10).map(|power| bytes(1 << power)).collect()
 }
 
 /// The settings by the names and in the units of their environment variables. The destructuring makes a forgotten new
@@ -179,6 +188,18 @@ mod tests {
         assert_eq!(report[NAME]["thread_level"], Value::Null);
         assert!(report["library"].as_str().unwrap().starts_with('/'), "{report}");
         assert!(report.get("ranks").is_none());
+    }
+
+    #[test]
+    fn a_group_takes_its_slots_and_its_flags() {
+        let bytes = |config: Config| -> Vec<u64> { serde_json::from_value(group_bytes(&config)).unwrap() };
+        let defaults = bytes(Config { default_nthreads: 2, ..Config::default() });
+        assert_eq!(
+            defaults.iter().map(|bytes| bytes >> 20).collect::<Vec<_>>(),
+            [4, 8, 8, 8, 16, 32, 64, 128, 256, 512]
+        );
+        let set = bytes(Config { default_nthreads: 3, chunk_bytes: Some(64 << 10), ..Config::default() });
+        assert!((2 * 3 * 4 * (64 << 10)..3 << 20).contains(&set[1]), "{set:?}");
     }
 
     #[test]

@@ -60,7 +60,8 @@ pub use host_link::{ExchangeBuffers, HostLink, HostMessage, MAX_EXCHANGES};
 pub use host_wait::{HostWait, check_hosts, finish_exchange};
 pub use network_model::NetworkModel;
 pub use region_layout::{
-    HOST_WINDOW, LOOKAHEAD_WORDS, MAX_DEFAULT_SLOT, MAX_WINDOW, NETWORK_WINDOW, SMALL_WINDOW, max_channels,
+    HOST_WINDOW, LOOKAHEAD_WORDS, MAX_DEFAULT_SLOT, MAX_WINDOW, NETWORK_WINDOW, RegionLayout, SMALL_WINDOW,
+    max_channels,
 };
 pub use shm_channel::{Phase, ShmChannel, SlotContent};
 pub use shm_region::ShmRegion;

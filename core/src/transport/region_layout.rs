@@ -109,6 +109,14 @@ impl RegionLayout {
         (self.members_offset() + listed * size_of::<AtomicU32>()).next_multiple_of(ALIGN)
     }
 
+    /// The shared memory of a group with `threads` threads on one host with `ranks` ranks, whose slots have `slot` bytes
+    /// if that is set.
+    pub fn bytes_on_one_host(ranks: usize, threads: usize, slot: Option<usize>) -> usize {
+        let slot = slot.unwrap_or_else(|| default_slot(1, ranks, threads));
+        let layout = RegionLayout { ranks, channels: threads, slot, window: HOST_WINDOW };
+        ranks * layout.slots_bytes() + layout.control_bytes(0)
+    }
+
     /// Size of the slots of a rank in bytes.
     pub fn slots_bytes(self) -> usize {
         self.channels * self.window * self.slot

@@ -22,7 +22,7 @@ def check(described: dict[str, Any], local_ranks: int) -> list[Check]:
     """The checks of this host, for a job with ``local_ranks`` ranks on it."""
     settings: dict[str, Any] = described.get("settings", {})
     folder = Path(settings.get("DL_COMM_SHM_DIR", "/dev/shm"))
-    checks = [_shared_memory("shared memory", folder, segments_bytes(settings, local_ranks))]
+    checks = [_shared_memory("shared memory", folder, _needed(described, local_ranks))]
     if folder != Path("/dev/shm"):
         # MPICH, Open MPI and torch's data loaders always use /dev/shm.
         checks.append(_shared_memory("/dev/shm", Path("/dev/shm"), 64 << 20, need="MPI and data loaders use it too"))
@@ -30,13 +30,11 @@ def check(described: dict[str, Any], local_ranks: int) -> list[Check]:
     return [*checks, _memlock(), _files(), _processors(local_ranks), _numa(), _kernel()]
 
 
-def segments_bytes(settings: dict[str, Any], local_ranks: int) -> int:
+def _needed(described: dict[str, Any], local_ranks: int) -> int:
     """The shared memory that a job needs on a host: the control team and one team with the default threads."""
-    # For each thread and rank four slots, as on one host, and the flags (core/src/transport/region_layout.rs).
-    ranks, threads = max(local_ranks, 2), int(settings.get("DL_COMM_DEFAULT_NTHREADS", 2))
-    chunk = settings.get("DL_COMM_CHUNK_KB")
-    slots = max(4 << 20, ranks * (512 << 10)) if chunk is None else ranks * 4 * (int(chunk) << 10)
-    return 2 * (threads * slots + (64 << 10))
+    by_ranks: list[int] = described.get("group_bytes", [0])
+    power = (max(local_ranks, 2) - 1).bit_length()
+    return 2 * by_ranks[min(power, len(by_ranks) - 1)]
 
 
 def _shared_memory(name: str, folder: Path, needed: int, need: str = "the control team and one more") -> Check:
