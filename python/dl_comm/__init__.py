@@ -1,13 +1,12 @@
 """dl_comm: data-parallel training for PyTorch, TensorFlow, Keras and NumPy over MPI and shared memory.
 
-Four calls make a script that trains on one process train on many:
+Two calls make a loop that trains on one process train on many:
 
     import dl_comm
 
-    dl_comm.init()
-    dl_comm.broadcast(parameters, 0)  # all ranks start from rank 0's
-    gradients = dl_comm.gradients(gradients, 0)  # in each step: the mean
-    dl_comm.finalize()
+    world = dl_comm.world()  # starts the ranks
+    world.broadcast(parameters, 0)  # in place: all begin with rank 0's
+    world.allreduce(gradients, "mean", out=gradients)  # in each step
 
 Start it with ``mpiexec -n 4 python script.py``; without a launcher a script is rank 0 of 1. The lists may hold NumPy
 arrays, TensorFlow or PyTorch tensors. ``dl_comm.torch``, ``dl_comm.tensorflow`` and ``dl_comm.keras`` have optimizers
