@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import dl_comm
+import imported
 from dl_comm import _dl_comm
 from imported import python
 from launch import launch, run
@@ -202,7 +203,8 @@ def test_the_changes_of_readme_run(number: int, around: tuple[str, str], ranks: 
     path = tmp_path / "script.py"
     path.write_text(around[0] + snippets[number] + around[1])
     # That of torch.distributed is started as a user starts it.
-    python_with = python("tensorflow") if around in (KERAS, TENSORFLOW) else [sys.executable]
+    imports = ("tensorflow",) if around in (KERAS, TENSORFLOW) else imported.TORCH
+    python_with = [sys.executable] if around is DDP else python(*imports)
     env = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     finished = launch(ranks, [*python_with, str(path)], 200, env)
     assert finished.returncode == 0, finished.output
