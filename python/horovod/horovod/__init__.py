@@ -8,8 +8,6 @@
 Imports no framework and does not load the core. Thread rule: any thread.
 """
 
-from __future__ import annotations
-
 from horovod._version import __version__
 from horovod.runner import run
 

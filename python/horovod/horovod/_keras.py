@@ -8,17 +8,15 @@ Thread rule: as Keras, one thread trains a model.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
-from horovod.common import _job
 from horovod.common._gradients import Reducer
-from horovod.common.exceptions import translated
-
-Average, Sum = 0, 1
+from horovod.common._names import Average, Sum
 
 
 def keras_module() -> ModuleType:
@@ -32,10 +30,7 @@ def _is_on_torch() -> bool:
     return getattr(keras_module(), "config", None) is not None and keras_module().config.backend() == "torch"
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def unconverted(function: _Function) -> _Function:
+def unconverted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Leaves a function as it is in a ``tf.function``, which else rewrites it."""
     if _is_on_torch():
         return function
@@ -57,7 +52,7 @@ class _OnTorch(Reducer):
         names = {"FP16Compressor": Compression.fp16, "BF16Compressor": Compression.bf16}
         compression = names.get(getattr(self.compression, "__name__", ""), Compression.none)
         given = [grad.contiguous() for grad in grads]
-        return grouped_allreduce(given, name=name, compression=compression, **self.options)
+        return list(grouped_allreduce(given, name=name, **{**self.options, "compression": compression}))
 
 
 class _Distributed:
@@ -67,13 +62,10 @@ class _Distributed:
     """Makes the reducer."""
     _hvd_passes = 1
     _hvd_average = False
-    _hvd_made: Any = None
 
-    @property
+    @functools.cached_property
     def _hvd_reduce(self) -> Any:
-        if self._hvd_made is None:
-            self._hvd_made = type(self)._hvd_make()
-        return self._hvd_made
+        return type(self)._hvd_make()
 
     def register_local_var(self, var: Any) -> None:
         """Leaves the gradients of a variable to this rank."""
@@ -97,10 +89,8 @@ class _OfKeras3(_Distributed):
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             factor = 1 if self._hvd_average else self._hvd_passes  # Keras has divided by their number
-            grads = [
-                grad if grad is None or factor == 1 else grad * factor
-                for grad in self._hvd_reduce(list(grads), self._hvd_applied)
-            ]
+            reduced = self._hvd_reduce(list(grads), self._hvd_applied)
+            grads = [grad if grad is None or factor == 1 else grad * factor for grad in reduced]
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
 
@@ -108,20 +98,15 @@ class _OfTfKeras(_Distributed):
     """Reduces where it computes gradients; `apply_gradients` takes what is reduced already."""
 
     _HAS_AGGREGATE_GRAD = True
-    _hvd_helper: Any = None
 
-    @property
+    @functools.cached_property
     def _agg_helper(self) -> Any:
-        if self._hvd_helper is None and self._hvd_passes > 1:
-            from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+        from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 
-            self._hvd_helper = LocalGradientAggregationHelper(self._hvd_reduce, self._hvd_passes, self._hvd_average)
-        return self._hvd_helper
+        return LocalGradientAggregationHelper(self._hvd_reduce, self._hvd_passes, self._hvd_average)
 
-    def _allreduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        reduce = self._hvd_reduce if self._agg_helper is None else self._agg_helper.compute_gradients
-        reduced: list[Any] = reduce(list(grads), list(variables))
-        return reduced
+    def _allreduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
+        return self._agg_helper.compute_gradients(list(grads), list(variables))
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
         return self._compute_gradients(loss, var_list, None, tape)
@@ -139,13 +124,13 @@ class _OfTfKeras(_Distributed):
         grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
         return list(zip(self._allreduce(grads, variables), variables, strict=True))
 
-    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+    def get_gradients(self, loss: Any, params: Any) -> Any:
         return self._allreduce(super().get_gradients(loss, params), params)  # type: ignore[misc]
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = list(grads_and_vars)
         apply = super().apply_gradients  # type: ignore[misc]
-        if self._agg_helper is None:
+        if self._hvd_passes == 1:
             return apply(pairs, *args, **kwargs)
         import tensorflow as tf
 
@@ -153,18 +138,15 @@ class _OfTfKeras(_Distributed):
             with tf.init_scope():
                 self.build([variable for _, variable in pairs])
 
-        def both(call: Callable[[], Any]) -> Callable[[], Any]:
-            def run() -> Any:
-                call()
-                return tf.constant(0)
+        def applied() -> Any:
+            apply(pairs, *args, **kwargs)
+            return tf.constant(0)  # as the other branch
 
-            return run
+        def skipped() -> Any:
+            self.iterations.assign_add(1)  # type: ignore[attr-defined]
+            return tf.constant(0)
 
-        return self._agg_helper.apply_gradients(
-            both(lambda: apply(pairs, *args, **kwargs)),
-            both(lambda: self.iterations.assign_add(1)),  # type: ignore[attr-defined]
-            [grad for grad, _ in pairs],
-        )
+        return self._agg_helper.apply_gradients(applied, skipped, [grad for grad, _ in pairs])
 
 
 def distributed_optimizer(
@@ -175,7 +157,28 @@ def distributed_optimizer(
     average_aggregated_gradients: bool,
     **options: Any,
 ) -> Any:
-    """Makes an optimizer reduce its gradients, and returns it; the arguments are those of ``DistributedOptimizer``."""
+    """Makes an optimizer reduce its gradients over the ranks before it applies them, and returns it.
+
+    Args:
+        optimizer: One of Keras 3 or ``tf_keras``.
+        name: What the ranks match; the same on all ranks.
+        device_dense: Where the ops of tensors run.
+        device_sparse: Where those of ``tf.IndexedSlices`` run.
+        compression: How the values travel.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` become tensors first.
+        gradient_predivide_factor: The part of the division of an average that comes before the sum.
+        op: ``Average`` or ``Sum``.
+        num_groups: Deprecated: as ``groups``.
+        groups: A number of groups of gradients, or lists of variables; each group is one call.
+        backward_passes_per_step: Passes of which the gradients are added up on each rank first; Keras 3 has its
+            ``gradient_accumulation_steps`` then.
+        average_aggregated_gradients: Divide the sums of several passes by their number.
+        process_set: The ranks; others keep their gradients.
+        scale_local_gradients: Divide the gradients of local variables (``register_local_var``) by the number of ranks.
+
+    Raises:
+        ValueError: Another operator, or options that do not fit each other.
+    """
     if op not in (Average, Sum):
         raise ValueError("op is hvd.Average or hvd.Sum with Keras")
     if isinstance(optimizer, _Distributed):
@@ -190,11 +193,8 @@ def distributed_optimizer(
         return kind(name or f"Distributed{base.__name__}", op=op, **options)
 
     names: dict[str, Any] = {each: getattr(base, each) for each in ("__module__", "__qualname__", "__doc__")}
-    names.update(
-        _hvd_make=staticmethod(make),
-        _hvd_passes=backward_passes_per_step,
-        _hvd_average=average_aggregated_gradients,
-    )
+    names |= {"_hvd_make": staticmethod(make), "_hvd_passes": backward_passes_per_step}
+    names["_hvd_average"] = average_aggregated_gradients
     kind: type[Any] = _OfKeras3 if is_of_3 else _OfTfKeras
     optimizer.__class__ = type(base.__name__, (kind, base), names)
     if is_of_3 and backward_passes_per_step > 1:
@@ -212,10 +212,9 @@ def local_variables(layers: Any) -> list[Any]:
     return [variable for layer in listed for variable in layer.trainable_weights]
 
 
-def load_model(wrap: Callable[[Any], Any], filepath: Any, custom: Iterable[Any]) -> Any:
-    """Loads a model of which the optimizer becomes a ``DistributedOptimizer``; ``custom``: dicts of further objects."""
-    objects = {name: each for entries in custom for name, each in entries.items()}
-    model = keras_module().models.load_model(filepath, custom_objects=objects)
+def load_model(wrap: Callable[[Any], Any], filepath: Any, custom: dict[str, Any]) -> Any:
+    """Loads a model of which the optimizer becomes a ``DistributedOptimizer``; ``custom``: further objects."""
+    model = keras_module().models.load_model(filepath, custom_objects=custom)
     if getattr(model, "optimizer", None) is not None and not isinstance(model.optimizer, _Distributed):
         wrap(model.optimizer)
         model.train_function = None  # it was traced without
@@ -225,7 +224,7 @@ def load_model(wrap: Callable[[Any], Any], filepath: Any, custom: Iterable[Any])
 # Values and variables.
 
 
-def collective(which: str, value: Any, *args: Any, **options: Any) -> Any:
+def collective(which: str, value: Any, **options: Any) -> Any:
     """The result of a collective of `horovod.tensorflow` or `horovod.torch` on a value: a tensor, else an array."""
     if _is_on_torch():
         import numpy as np
@@ -233,173 +232,27 @@ def collective(which: str, value: Any, *args: Any, **options: Any) -> Any:
 
         import horovod.torch
 
-        return getattr(horovod.torch, which)(torch.from_numpy(np.array(value)), *args, **options).numpy()
+        return getattr(horovod.torch, which)(torch.from_numpy(np.array(value)), **options).numpy()
     import tensorflow as tf
 
     import horovod.tensorflow
 
-    found = getattr(horovod.tensorflow, which)(tf.constant(value), *args, **options)
+    found = getattr(horovod.tensorflow, which)(tf.constant(value), **options)
     return found if tf.executing_eagerly() else tf.compat.v1.keras.backend.get_session().run(found)
 
 
 def broadcast(variables: Sequence[Any], root_rank: int) -> None:
-    """Replaces the values of Keras's variables by those of one rank."""
+    """Replaces the values of Keras's variables, in a TF1 graph of all, by those of one rank."""
     if _is_on_torch():
         from horovod.torch import broadcast_parameters
 
         broadcast_parameters([variable.value.data for variable in variables], root_rank)
     else:
-        from horovod.tensorflow import broadcast_variables
+        import tensorflow as tf
 
-        broadcast_variables(variables, root_rank)
+        from horovod.tensorflow import broadcast_global_variables, broadcast_variables
 
-
-# Callbacks, as mix-ins that precede the Callback of a Keras.
-
-
-class BroadcastGlobalVariables:
-    """Broadcasts the model and its optimizer after the first batch, when all variables exist."""
-
-    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        super().__init__()
-        listed = [local_variables] if hasattr(local_variables, "assign") else list(local_variables or ())
-        if not all(hasattr(each, "assign") for each in listed):
-            raise ValueError("local_variables are variables")
-        self.root_rank, self.device, self.broadcast_done = root_rank, device, False
-        self._local = {id(each): each for each in listed}
-
-    def register_local_var(self, var: Any) -> None:
-        """Leaves the value of a variable to this rank."""
-        self._local[id(var)] = var
-
-    def on_batch_end(self, batch: int, logs: Any = None) -> None:
-        """After the first batch: broadcasts."""
-        if self.broadcast_done:
-            return
-        model, optimizer = self.model, getattr(self.model, "optimizer", None)  # type: ignore[attr-defined]
-        own = [] if optimizer is None else optimizer.variables
-        own = list(own() if callable(own) else own)
-        self.broadcast_done = True
-        if not _is_on_torch() and not _is_eager():
-            import tensorflow as tf
-
-            from horovod.tensorflow import broadcast_global_variables
-
-            tf.compat.v1.keras.backend.get_session().run(broadcast_global_variables(self.root_rank))
-            return
-        broadcast([each for each in [*model.weights, *own] if id(each) not in self._local], self.root_rank)
-
-
-def _is_eager() -> bool:
-    import tensorflow as tf
-
-    return bool(tf.executing_eagerly())
-
-
-class MetricAverage:
-    """Averages the logs of an epoch over the ranks, for later callbacks in the list."""
-
-    def __init__(self, device: str = "") -> None:
-        super().__init__()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replaces the values in ``logs`` by their means."""
-        if logs:
-            with translated():
-                logs.update(_job.current().world.average_metrics({name: float(logs[name]) for name in sorted(logs)}))
-
-
-class LearningRateSchedule:
-    """Multiplies the initial learning rate by a factor from ``start_epoch`` on, before ``end_epoch``."""
-
-    def __init__(
-        self,
-        initial_lr: float,
-        multiplier: float | Callable[[float], float],
-        start_epoch: int = 0,
-        end_epoch: int | None = None,
-        staircase: bool = True,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-    ) -> None:
-        super().__init__()
-        if initial_lr is None:
-            raise ValueError("initial_lr is required")
-        self.initial_lr, self.start_epoch, self.end_epoch, self.staircase = (
-            initial_lr,
-            start_epoch,
-            end_epoch,
-            staircase,
-        )
-        self.momentum_correction, self.steps_per_epoch, self.current_epoch = momentum_correction, steps_per_epoch, 0
-        self.multiplier: Callable[[float], float] = (
-            multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
-        )
-        self._momentum: float | None = None
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Finds the number of steps in an epoch."""
-        if not self.staircase and not self.steps_per_epoch:
-            self.steps_per_epoch = self.params.get("steps")  # type: ignore[attr-defined]
-            if not self.steps_per_epoch:
-                raise ValueError(f"{type(self).__name__} needs steps_per_epoch: the data do not say it")
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes the epoch."""
-        self.current_epoch = epoch
-
-    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Sets the learning rate: of each batch, with ``staircase`` of each epoch."""
-        end = self.end_epoch
-        if self.current_epoch < self.start_epoch or end is not None and self.current_epoch >= end:
-            return
-        if self.staircase and batch:
-            return
-        epoch = self.current_epoch + (0.0 if self.staircase else batch / (self.steps_per_epoch or 1))
-        optimizer = self.model.optimizer  # type: ignore[attr-defined]
-        old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
-        optimizer.learning_rate.assign(new)
-        momentum = getattr(optimizer, "momentum", None)
-        # A momentum that is a number is part of the traced step.
-        if self.momentum_correction and hasattr(momentum, "assign") and old:
-            self._momentum = float(momentum)  # type: ignore[arg-type]
-            momentum.assign(self._momentum * new / old)  # type: ignore[union-attr]
-
-    def on_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Takes back the correction of the momentum."""
-        if self._momentum is not None:
-            self.model.optimizer.momentum.assign(self._momentum)  # type: ignore[attr-defined]
-            self._momentum = None
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the learning rate to the logs, as ``lr``."""
-        if logs is not None:
-            logs["lr"] = float(self.model.optimizer.learning_rate)  # type: ignore[attr-defined]
-
-
-class LearningRateWarmup(LearningRateSchedule):
-    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr``, in the first epochs."""
-
-    def __init__(
-        self,
-        initial_lr: float,
-        warmup_epochs: int = 5,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-        verbose: int = 0,
-    ) -> None:
-        def multiplier(epoch: float) -> float:
-            size = _job.current().size
-            # A round number at the end of each epoch.
-            epoch += 1.0 / (self.steps_per_epoch or 1)
-            return (epoch * (size - 1) / warmup_epochs + 1) / size
-
-        super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
-        self.verbose = verbose
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the learning rate to the logs; prints a line after the last epoch of the warm-up."""
-        super().on_epoch_end(epoch, logs)
-        if epoch == (self.end_epoch or 0) - 1 and self.verbose > 0 and _job.current().rank == 0:
-            rate = float(self.model.optimizer.learning_rate)  # type: ignore[attr-defined]
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+        if tf.executing_eagerly():
+            broadcast_variables(variables, root_rank)
+        else:
+            tf.compat.v1.keras.backend.get_session().run(broadcast_global_variables(root_rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -35,6 +36,45 @@ def test_the_page_lists_every_name() -> None:
     listed = set(re.findall(r"`(\w+)`", page.partition("| `horovod.torch` |")[2].partition("| module |")[0]))
     assert set(hvd.__all__) <= listed
     assert all(hasattr(hvd, name) for name in hvd.__all__)
+
+
+REDUCE = "average name op prescale_factor postscale_factor process_set"
+SCATTER = "name op process_set prescale_factor postscale_factor"
+OPTIMIZER = """
+optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups groups
+sparse_as_dense process_set
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("allreduce", "tensor average name compression op prescale_factor postscale_factor process_set"),
+        *((f"allreduce{form}", f"tensor {REDUCE}") for form in ("_", "_async", "_async_")),
+        *((f"grouped_allreduce{form}", f"tensors {REDUCE}") for form in ("_", "_async", "_async_")),
+        ("allgather", "tensor name process_set"),
+        ("grouped_allgather_async", "tensors name process_set"),
+        *((f"broadcast{form}", "tensor root_rank name process_set") for form in ("", "_", "_async", "_async_")),
+        ("alltoall_async", "tensor splits name process_set"),
+        ("reducescatter", f"tensor {SCATTER.replace('name', 'name compression')}"),
+        ("grouped_reducescatter_async", f"tensors {SCATTER}"),
+        ("broadcast_object", "obj root_rank name process_set"),
+        ("DistributedOptimizer", OPTIMIZER),
+    ],
+)
+def test_functions_take_the_arguments_of_horovod_in_its_order(name: str, arguments: str) -> None:
+    import horovod.torch as hvd
+
+    function = getattr(hvd, name)
+    parameters = inspect.signature(function).parameters
+    assert list(parameters) == arguments.split()
+    assert parameters["process_set"].default is hvd.global_process_set
+    assert function.__name__ == name
+    assert function.__doc__
+    with pytest.raises(TypeError, match=f"{name}.* unexpected keyword argument 'colour'"):
+        function(1, colour=2)
+    with pytest.raises(TypeError, match=f"{name}.* multiple values for argument '{arguments.split()[0]}'"):
+        function(1, **{arguments.split()[0]: 2})
 
 
 def test_the_version_is_one_of_horovod() -> None:

@@ -63,7 +63,7 @@ class Call:
             _in_use[self._key] = self
         self._timeline = _timeline.active
         if self._timeline is not None:
-            self._timeline.begin(self._key[1], kind.removeprefix("grouped_").upper())
+            self._timeline.begin(self._key[1], kind.removeprefix("grouped_").partition(".")[0].upper())
 
     def is_busy(self) -> bool:
         """Whether the name is in use."""
@@ -118,6 +118,16 @@ _numbers = itertools.count()
 _in_use: dict[tuple[int | None, str], Call] = {}
 _started: dict[int, Call] = {}
 _cycle_s = 0.001
+
+
+_OPERATORS = dict(enumerate(("mean", "sum", "adasum", "min", "max", "product")))
+
+
+def reduction(op: int, prescale_factor: float, postscale_factor: float) -> dict[str, Any]:
+    """The core's operator and factors, as options of a call. Raises ValueError if there is no such operator."""
+    if op not in _OPERATORS:
+        raise ValueError(f"invalid op: {op!r} (expected hvd.Average, Sum, Adasum, Min, Max or Product)")
+    return {"op": _OPERATORS[op], "prescale": float(prescale_factor), "postscale": float(postscale_factor)}
 
 
 def forget() -> None:

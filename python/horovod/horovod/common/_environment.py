@@ -11,14 +11,7 @@ import re
 
 log = logging.getLogger("horovod")
 
-_LEVELS = {
-    "trace": logging.DEBUG,
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "fatal": logging.CRITICAL,
-}
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _USED = re.compile(
     "RANK|SIZE|(LOCAL|CROSS)_(RANK|SIZE)|HOSTNAME|CONTROLLER|CPU_OPERATIONS|SECRET_KEY|CYCLE_TIME|START_TIMEOUT|"
     "GLOO_RENDEZVOUS_(ADDR|PORT)|GLOO_IFACE|LOG_LEVEL|LOG_HIDE_TIME|TIMELINE(_MARK_CYCLES)?|DYNAMIC_PROCESS_SETS|FUSION_THRESHOLD|"
@@ -70,8 +63,8 @@ def apply() -> None:
         if value and name not in os.environ:
             os.environ[name] = value
             _set.append(name)
-    level = _LEVELS.get(_get("LOG_LEVEL").lower())
-    if level is not None:
+    level = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}.get(_get("LOG_LEVEL").upper(), _get("LOG_LEVEL").upper())
+    if level in _LEVELS:
         if not log.handlers:
             handler = logging.StreamHandler()
             time = "" if flag("HOROVOD_LOG_HIDE_TIME") else "%(asctime)s "

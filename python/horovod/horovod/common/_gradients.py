@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common._names import Average, ProcessSet, global_process_set
 from horovod.common.util import split_list
 
-_AVERAGE, _ADASUM = 0, 2
 
-
-def check_options(op: int, predivide: float, groups: Any, average_aggregated: bool = False) -> None:
-    """Raises ValueError for options of an optimizer or tape that do not fit each other."""
-    if predivide != 1.0 and op != _AVERAGE:
-        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
-    if op == _ADASUM and average_aggregated:
-        raise ValueError("Adasum and average_aggregated_gradients exclude each other")
-    if groups is not None and not isinstance(groups, list) and not groups > 0:
-        raise ValueError("groups is a positive number of groups, or a list of lists of variables")
-
-
+@dataclass(eq=False)
 class Reducer:
     """Reduces gradients over the ranks, but those of local variables. Each framework has a subclass.
 
@@ -32,7 +22,7 @@ class Reducer:
         name: What the ranks match; the same on all ranks.
         device_dense: Where the ops of tensors run.
         device_sparse: Where those of ``tf.IndexedSlices`` run.
-        compression: How the values travel; None: as they are.
+        compression: How the values travel.
         sparse_as_dense: Whether ``tf.IndexedSlices`` become tensors first.
         op: The operator.
         gradient_predivide_factor: The part of the division of an average that comes before the sum.
@@ -46,34 +36,39 @@ class Reducer:
         ValueError: Options do not fit each other.
     """
 
-    def __init__(
-        self,
-        name: str,
-        device_dense: str = "",
-        device_sparse: str = "",
-        compression: Any = None,
-        sparse_as_dense: bool = False,
-        op: int = _AVERAGE,
-        gradient_predivide_factor: float = 1.0,
-        num_groups: int = 0,
-        groups: Any = None,
-        process_set: ProcessSet = global_process_set,
-        scale_local_gradients: bool = True,
-    ) -> None:
-        if num_groups:
-            warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=4)
-            groups = num_groups if groups is None else groups
-        check_options(op, gradient_predivide_factor, groups)
-        self.name, self.groups, self.process_set, self._scale = name, groups, process_set, scale_local_gradients
-        self.devices, self.compression, self.sparse_as_dense = (
-            (device_dense, device_sparse),
-            compression,
-            sparse_as_dense,
-        )
-        factor = gradient_predivide_factor
-        self.options: dict[str, Any] = {"op": op, "prescale_factor": 1.0 / factor, "postscale_factor": factor}
-        self.options["process_set"] = process_set
+    name: str
+    device_dense: str
+    device_sparse: str
+    compression: Any
+    sparse_as_dense: bool
+    op: int
+    gradient_predivide_factor: float
+    num_groups: int = 0
+    groups: Any = None
+    process_set: ProcessSet = global_process_set
+    scale_local_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_groups:
+            warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=5)
+            self.groups = self.num_groups if self.groups is None else self.groups
+        if self.gradient_predivide_factor != 1.0 and self.op != Average:
+            raise ValueError("gradient_predivide_factor needs op=hvd.Average")
+        if self.groups is not None and not isinstance(self.groups, list) and not self.groups > 0:
+            raise ValueError("groups is a positive number of groups, or a list of lists of variables")
         self._local: dict[int, Any] = {}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of an allreduce."""
+        factor = self.gradient_predivide_factor
+        return {
+            "compression": self.compression,
+            "op": self.op,
+            "prescale_factor": 1.0 / factor,
+            "postscale_factor": factor,
+            "process_set": self.process_set,
+        }
 
     def add_local(self, variable: Any) -> None:
         """Leaves the gradients of a variable to this rank."""
@@ -106,7 +101,7 @@ class Reducer:
             for i, grad in zip(part, found, strict=True):
                 results[i] = grad
         for i, grad in enumerate(results):
-            if self._scale and grad is not None and self.is_local(variables[i]):
+            if self.scale_local_gradients and grad is not None and self.is_local(variables[i]):
                 results[i] = self.divided(grad, size)
         return results
 

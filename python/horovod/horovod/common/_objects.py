@@ -13,7 +13,7 @@ import cloudpickle
 import dl_comm
 from horovod.common import _job
 from horovod.common.exceptions import translated
-from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.process_sets import ProcessSet, place_of
 
 
 class _ByCloudpickle:
@@ -26,29 +26,28 @@ class _ByCloudpickle:
         return cloudpickle.loads, (cloudpickle.dumps(self.value),)
 
 
-def broadcast_object(obj: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> Any:
+def broadcast_object(obj: Any, root_rank: int, process_set: ProcessSet, **unused: Any) -> Any:
     """Returns the object of one rank.
 
     Args:
         obj: Any object that cloudpickle takes; used on the root only.
         root_rank: The rank that has it: of the job, also in a process set.
         process_set: The ranks.
+        unused: A name, and a session of TensorFlow.
     """
     group = _job.group_of(process_set.process_set_id)
-    ranks = process_set.ranks or []
-    if root_rank not in ranks:
-        raise ValueError(f"root_rank is {root_rank}, which is not in the process set of the ranks {ranks}")
     with translated():
-        found = dl_comm.broadcast_object(_ByCloudpickle(obj), ranks.index(root_rank), group=group)
+        found = dl_comm.broadcast_object(_ByCloudpickle(obj), place_of(root_rank, process_set), group=group)
     return obj if isinstance(found, _ByCloudpickle) else found
 
 
-def allgather_object(obj: Any, process_set: ProcessSet = global_process_set) -> list[Any]:
+def allgather_object(obj: Any, process_set: ProcessSet, **unused: Any) -> list[Any]:
     """Returns the objects of all ranks, in their order.
 
     Args:
         obj: Any object that cloudpickle takes.
         process_set: The ranks.
+        unused: A name, and a session of TensorFlow.
     """
     with translated():
         group = _job.group_of(process_set.process_set_id)

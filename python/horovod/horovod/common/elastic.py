@@ -13,24 +13,15 @@ def not_yet(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(_TEXT)
 
 
-class _NotYet:
-    """Raises NotImplementedError when it is made."""
+class NotYet:
+    """What elastic training has: raises NotImplementedError when it is made. Scripts may derive from it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         not_yet()
 
 
-class State(_NotYet):
-    """The state of a training. Not yet."""
-
-
-class ObjectState(State):
-    """State of picklable objects. Not yet."""
-
-
-def run_fn(func: Callable[..., Any], reset: Callable[..., Any]) -> NoReturn:
-    """Not yet."""
-    not_yet()
+State = ObjectState = NotYet
+run_fn = not_yet
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,7 +75,7 @@ global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0
 
 
-def size_of(number: int) -> int:
+def size_of(number: int | None) -> int:
     """The number of ranks of a registered set. Raises ValueError if there is none of this number."""
     sets = _job.current().sets
     if number not in sets:
@@ -86,6 +86,14 @@ def size_of(number: int) -> int:
 def rank_in(number: int) -> int:
     """This process's number in a registered set. Raises ValueError if it is not in the set."""
     return int(_job.group_of(number).rank)
+
+
+def place_of(root_rank: int, process_set: ProcessSet) -> int:
+    """The place of a rank of the job in a set. Raises ValueError if it is not in the set."""
+    ranks = process_set.ranks or []
+    if root_rank not in ranks:
+        raise ValueError(f"root_rank is {root_rank}, which is not in the process set of the ranks {ranks}")
+    return ranks.index(root_rank)
 
 
 def ranks_of(comm: Any) -> list[int]:

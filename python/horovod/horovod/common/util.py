@@ -10,12 +10,11 @@ import importlib.util
 import os
 import sysconfig
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 _Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 
@@ -37,18 +36,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     return ext_base_name in ("tensorflow", "torch") and importlib.util.find_spec(ext_base_name) is not None
 
 
-def _cache(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Calls a function once for each list of arguments."""
-    found: dict[Hashable, _Result] = {}
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> _Result:
-        key = (args, frozenset(kwargs.items()))
-        if key not in found:
-            found[key] = function(*args, **kwargs)
-        return found[key]
-
-    return wrapper
+_cache = functools.cache
 
 
 @_cache

@@ -1,7 +1,5 @@
 """Data loaders that read ahead in a thread."""
 
-from __future__ import annotations
-
 from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 
 __all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]

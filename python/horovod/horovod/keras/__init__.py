@@ -18,8 +18,9 @@ from typing import Any
 
 from horovod import _keras as _shared
 from horovod.common import _names
+from horovod.common._arguments import takes
 from horovod.common._names import *  # noqa: F403 (its __all__)
-from horovod.common._names import ProcessSet, global_process_set
+from horovod.common._names import Average
 from horovod.common.basics import HorovodBasics
 from horovod.keras import callbacks, elastic
 
@@ -30,86 +31,32 @@ else:
     from horovod.tensorflow.compression import Compression
 
 _basics = HorovodBasics(__file__, "tensorflow")
-Average, Sum, Adasum = range(3)
 
-__all__ = [
-    *_names.__all__,
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "Sum",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "callbacks",
-    "elastic",
-    "load_model",
-    "reducescatter",
-]
+__all__ = [*_names.__all__, "Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "allgather"]
+__all__ += ["allreduce", "broadcast", "broadcast_global_variables", "callbacks", "elastic", "load_model"]
+__all__ += ["reducescatter"]
+
+_FIRST = "optimizer name device_dense device_sparse compression sparse_as_dense gradient_predivide_factor op"
+_PASSES = "backward_passes_per_step average_aggregated_gradients"
+_GROUPS = "num_groups groups"
+_LAST = "process_set scale_local_gradients"
 
 
-@_shared.unconverted
-def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = Average,
-    num_groups: int = 0,
-    groups: Any = None,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-) -> Any:
-    """Makes an optimizer reduce its gradients over the ranks before it applies them, and returns it.
+_LOADING: dict[str, Any] = {"custom_optimizers": None, "custom_objects": None, "legacy_opts": False}
 
-    Args:
-        optimizer: One of Keras 3 or ``tf_keras``.
-        name: What the ranks match; the same on all ranks.
-        device_dense: Where the ops of tensors run.
-        device_sparse: Where those of ``tf.IndexedSlices`` run.
-        compression: How the values travel.
-        sparse_as_dense: Whether ``tf.IndexedSlices`` become tensors first.
-        gradient_predivide_factor: The part of the division of an average that comes before the sum.
-        op: ``Average`` or ``Sum``.
-        num_groups: Deprecated: as ``groups``.
-        groups: A number of groups of gradients, or lists of variables; each group is one call.
-        backward_passes_per_step: Passes of which the gradients are added up on each rank first; Keras 3 has its
-            ``gradient_accumulation_steps`` then.
-        average_aggregated_gradients: Divide the sums of several passes by their number.
-        process_set: The ranks; others keep their gradients.
-        scale_local_gradients: Divide the gradients of local variables (``register_local_var``) by the number of ranks.
 
-    Raises:
-        ValueError: Another operator, or options that do not fit each other.
-    """
-    return _shared.distributed_optimizer(**locals())
+def _optimizer(arguments: str) -> Any:
+    return _shared.unconverted(takes(arguments, "DistributedOptimizer", op=Average)(_shared.distributed_optimizer))
+
+
+DistributedOptimizer = _optimizer(f"{_FIRST} {_GROUPS} {_PASSES} {_LAST}")
+DistributedOptimizerOfTfKeras = _optimizer(f"{_FIRST} {_PASSES} {_GROUPS} {_LAST}")
+"""That of `horovod.tensorflow.keras`, which has another order of arguments."""
 
 
 @_shared.unconverted
-def PartialDistributedOptimizer(  # noqa: N802 (a class to those who call it)
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-) -> Any:
+@takes(f"{_FIRST} {_PASSES} groups process_set local_layers scale_local_gradients", op=Average)
+def PartialDistributedOptimizer(local_layers: Any, **options: Any) -> Any:  # noqa: N802 (a class to callers)
     """As ``DistributedOptimizer``, but leaves the gradients of some layers to each rank.
 
     The arguments are those of ``DistributedOptimizer``; ``local_layers`` is a Keras layer, or several.
@@ -117,10 +64,8 @@ def PartialDistributedOptimizer(  # noqa: N802 (a class to those who call it)
     Raises:
         ValueError: They are no layers, or options do not fit each other.
     """
-    options = dict(locals())
-    layers = _shared.local_variables(options.pop("local_layers"))
-    found = _shared.distributed_optimizer(**options)
-    for variable in layers:
+    variables, found = _shared.local_variables(local_layers), _shared.distributed_optimizer(**options)
+    for variable in variables:
         found.register_local_var(variable)
     return found
 
@@ -137,21 +82,13 @@ def broadcast_global_variables(root_rank: int) -> None:
     tf.compat.v1.keras.backend.get_session().run(operation(root_rank))
 
 
-def allreduce(
-    value: Any,
-    name: str | None = None,
-    average: bool | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    op: int | None = None,
-    compression: Any = Compression.none,
-) -> Any:
+@takes("value name average prescale_factor postscale_factor op compression")
+def allreduce(value: Any, **options: Any) -> Any:
     """Returns the reduction of what Keras's backend takes as a tensor: ``Average``, unless ``op`` says another.
 
     ``average``: deprecated, True for Average, False for Sum. The factors multiply the input and the result.
     """
-    options = {"average": average, "op": op, "prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    return _shared.collective("allreduce", value, name=name, compression=compression, **options)
+    return _shared.collective("allreduce", value, **options)
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
@@ -161,7 +98,7 @@ def allgather(value: Any, name: str | None = None) -> Any:
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Returns the value of one rank."""
-    return _shared.collective("broadcast", value, root_rank, name=name)
+    return _shared.collective("broadcast", value, root_rank=root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
@@ -169,13 +106,8 @@ def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any
     return _shared.collective("reducescatter", value, name=name, op=op)
 
 
-def load_model(
-    filepath: Any,
-    custom_optimizers: Any = None,
-    custom_objects: dict[str, Any] | None = None,
-    compression: Any = Compression.none,
-    legacy_opts: bool = False,
-) -> Any:
+@takes("filepath custom_optimizers custom_objects compression legacy_opts", **_LOADING)
+def load_model(filepath: Any, custom_optimizers: Any, custom_objects: Any, compression: Any, legacy_opts: bool) -> Any:
     """Loads a saved model of which the optimizer becomes a ``DistributedOptimizer``, with its state.
 
     Args:
@@ -185,6 +117,5 @@ def load_model(
         compression: How the values travel.
         legacy_opts: Not used.
     """
-    optimizers = {each.__name__: each for each in custom_optimizers or ()}
-    custom = (optimizers, custom_objects or {})
+    custom = {each.__name__: each for each in custom_optimizers or ()} | (custom_objects or {})
     return _shared.load_model(lambda found: DistributedOptimizer(found, compression=compression), filepath, custom)

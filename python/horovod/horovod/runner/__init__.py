@@ -3,8 +3,6 @@
 Imports neither a framework nor dl_comm's core.
 """
 
-from __future__ import annotations
-
 from horovod.runner._run import run
 
 __all__ = ["run"]

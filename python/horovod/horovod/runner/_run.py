@@ -5,20 +5,15 @@ Thread rule: any thread, several at a time.
 
 from __future__ import annotations
 
+import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 _ELASTIC = ("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range", "host_discovery_script")
-_NO_EFFECT = (
-    "ssh_port",
-    "ssh_identity_file",
-    "disable_cache",
-    "verbose",
-    "output_filename",
-    "mpi_args",
-    "start_timeout",
-)
+_NO_EFFECT = ["ssh_port", "ssh_identity_file", "disable_cache", "verbose", "output_filename", "mpi_args"]
+_NO_EFFECT += ["start_timeout"]
 _OLD = {"np": "num_proc", "min_np": "min_num_proc", "max_np": "max_num_proc", "network_interface": "network_interfaces"}
 
 
@@ -97,7 +92,6 @@ def run(
     import sys
 
     import dl_comm
-    from horovod.runner._hosts import local_slots
 
     given = dict(locals())
     for old, new in _OLD.items():
@@ -118,9 +112,27 @@ def run(
         warnings.warn(f"no effect with dl_comm: {', '.join(ignored)}", stacklevel=2)
     ranks = int(given["num_proc"])
     if hosts is not None or hostfile is not None:
-        free = local_slots(hosts, hostfile)
+        free = _local_slots(hosts, hostfile)
         if ranks > free:
             raise ValueError(f"num_proc is {ranks}, and the hosts have {free} slots")
     interfaces = given["network_interfaces"]
     env = {"DL_COMM_SOCKET_IFNAME": str(interfaces[0])} if interfaces else None
     return dl_comm.run(func, ranks, args, kwargs=kwargs, env=env)
+
+
+def _local_slots(hosts: str | None, hostfile: str | None) -> int:
+    """The ranks that ``hosts`` (``localhost:4``) or ``hostfile`` (``localhost slots=4``) allows here.
+
+    Raises:
+        ValueError: One is another host, or the text is invalid.
+        OSError: The file cannot be read.
+    """
+    entries = [entry.partition(":")[::2] for entry in (hosts or "").split(",") if entry]
+    if hostfile is not None:
+        lines = (line.split("#")[0].split() for line in Path(hostfile).read_text().splitlines())
+        entries = [(words[0], words[1].removeprefix("slots=") if words[1:] else "") for words in lines if words]
+    names = {"localhost", "127.0.0.1", socket.gethostname()}
+    others = [name for name, _ in entries if name not in names]
+    if others:
+        raise ValueError(f"horovod.run starts ranks on this host only, not on {', '.join(others)}: use horovodrun")
+    return sum(int(slots or 1) for _, slots in entries)

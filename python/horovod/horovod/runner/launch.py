@@ -47,16 +47,11 @@ _SWITCHES = {
     "log-without-timestamp": ("log-with-timestamp", "LOG_HIDE_TIME"),
 }
 """Options without one: that of the other value, and the variable."""
-_SECTIONS = {
-    "params": "",
-    "autotune": "autotune-",
-    "timeline": "timeline-",
-    "stall_check": "stall-check-",
-    "library_options": "",
-    "logging": "log-",
-}
+_SECTIONS = {"params": "", "autotune": "autotune-", "timeline": "timeline-", "stall_check": "stall-check-"}
+_SECTIONS |= {"library_options": "", "logging": "log-"}
 """Sections of a configuration file, and what the options' names have before the keys."""
-_ELASTIC = ("min_num_proc", "max_num_proc", "slots", "elastic_timeout", "reset_limit", "cooldown_range", "discovery")
+_ELASTIC = ["min-np --min-num-proc", "max-np --max-num-proc", "slots-per-host", "elastic-timeout", "reset-limit"]
+_ELASTIC += ["blacklist-cooldown-range", "host-discovery-script"]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,15 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     controller = parser.add_mutually_exclusive_group()
     for name in ("gloo", "mpi", "jsrun"):
         controller.add_argument(f"--{name}", action="store_true", help="no effect: the launcher is found")
-    for name in ("--min-np/--min-num-proc", "--max-np/--max-num-proc"):
-        add(*name.split("/"), dest=f"{name[2:5]}_num_proc", metavar="N", help=argparse.SUPPRESS)
-    add("--slots-per-host", dest="slots", help=argparse.SUPPRESS)
-    add("--elastic-timeout", "--reset-limit", dest="reset_limit", help=argparse.SUPPRESS)
-    add("--blacklist-cooldown-range", dest="cooldown_range", nargs=2, help=argparse.SUPPRESS)
-    add("--host-discovery-script", dest="discovery", help=argparse.SUPPRESS)
+    for name in _ELASTIC:
+        values = 2 if name.endswith("range") else 1
+        add(*f"--{name}".split(), action="append", dest="elastic", nargs=values, help=argparse.SUPPRESS)
     engine = parser.add_argument_group("variables of the ranks: HOROVOD_...")
     for name, (variable, kind, _) in _VARIABLES.items():
-        engine.add_argument(f"--{name}", type=kind, metavar="VALUE", help=variable)
+        engine.add_argument(f"--{name}", type=kind, dest=variable, metavar="VALUE", help=variable)
     for name, (other, variable) in _SWITCHES.items():
         pair = engine.add_mutually_exclusive_group()
         pair.add_argument(f"--{name}", action="store_const", const=True, dest=variable, help=f"{variable}=1")
@@ -120,17 +112,13 @@ def _configured(path: str) -> dict[str, Any]:
 
 def variables(options: argparse.Namespace, configured: Mapping[str, Any]) -> dict[str, str]:
     """The environment variables of the options; those of the command line count before those of the file."""
+    switches = {name: (variable, int, 1) for name, (_, variable) in _SWITCHES.items()}
     found: dict[str, str] = {}
-    for name, (variable, kind, factor) in _VARIABLES.items():
-        value = getattr(options, name.replace("-", "_"))
-        value = configured.get(name) if value is None else value
-        if value is not None:
-            found[f"HOROVOD_{variable}"] = str(value if kind is str else kind(value * factor))
-    for name, (_, variable) in _SWITCHES.items():
+    for name, (variable, kind, factor) in {**_VARIABLES, **switches}.items():
         value = getattr(options, variable)
         value = configured.get(name) if value is None else value
         if value is not None:
-            found[f"HOROVOD_{variable}"] = str(int(bool(value)))
+            found[f"HOROVOD_{variable}"] = str(value if kind is str else kind(value * factor))
     return found
 
 
@@ -144,8 +132,7 @@ def arguments(given: Sequence[str]) -> list[str]:
     if options.check_build:
         print(check_build())
         raise SystemExit(0)
-    elastic = [name for name in _ELASTIC if getattr(options, name, None) is not None]
-    if elastic:
+    if options.elastic:
         raise SystemExit("horovodrun: elastic training comes later; start a fixed number of ranks with -np")
     try:
         configured = _configured(options.config_file) if options.config_file else {}
@@ -176,30 +163,23 @@ def check_build() -> str:
     """What ``--check-build`` prints."""
     from horovod.common.util import extension_available, nccl_built
 
-    def line(is_there: Any, name: str) -> str:
-        return f"    [{'X' if is_there else ' '}] {name}"
-
-    return "\n".join(
-        [
-            f"Horovod v{__version__}:",
+    parts = {
+        "Frameworks": {
+            "TensorFlow": extension_available("tensorflow"),
+            "PyTorch": extension_available("torch"),
+            "MXNet": False,
+        },
+        "Controllers": {"MPI": True, "Gloo": True},
+        "Tensor Operations": {"NCCL": nccl_built(), "DDL": False, "CCL": False, "MPI": True, "Gloo": True},
+    }
+    lines = [f"Horovod v{__version__}:"]
+    for title, entries in parts.items():
+        lines += [
             "",
-            "Available Frameworks:",
-            line(extension_available("tensorflow"), "TensorFlow"),
-            line(extension_available("torch"), "PyTorch"),
-            line(False, "MXNet"),
-            "",
-            "Available Controllers:",
-            line(True, "MPI"),
-            line(True, "Gloo"),
-            "",
-            "Available Tensor Operations:",
-            line(nccl_built(), "NCCL"),
-            line(False, "DDL"),
-            line(False, "CCL"),
-            line(True, "MPI"),
-            line(True, "Gloo"),
+            f"Available {title}:",
+            *(f"    [{'X' if is_there else ' '}] {name}" for name, is_there in entries.items()),
         ]
-    )
+    return "\n".join(lines)
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -11,46 +11,27 @@ Importing it loads TensorFlow. A TF1 optimizer and one of Keras are wrapped by `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from horovod.common._gradients import check_options
-from horovod.common._names import ProcessSet, global_process_set
+from horovod.common._arguments import takes
+from horovod.common._names import Adasum, Average
 from horovod.common.util import check_extension, gpu_available, split_list
 from horovod.tensorflow import elastic, mpi_ops
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.functions import allgather_object, broadcast_object, broadcast_object_fn, broadcast_variables
 from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper, Reducer
 from horovod.tensorflow.mpi_ops import *  # noqa: F403 (its __all__)
-from horovod.tensorflow.mpi_ops import Adasum, Average, unconverted
+from horovod.tensorflow.mpi_ops import unconverted
 from horovod.tensorflow.util import _cache, _executing_eagerly, _make_subgraph, refs_to_vars, vars_to_refs
 
-__all__ = [
-    *mpi_ops.__all__,
-    "BroadcastGlobalVariablesHook",
-    "Compression",
-    "DistributedGradientTape",
-    "DistributedOptimizer",
-    "LocalGradientAggregationHelper",
-    "PartialDistributedGradientTape",
-    "SyncBatchNormalization",  # noqa: F405 (by __getattr__)
-    "_cache",
-    "_executing_eagerly",
-    "_make_subgraph",
-    "allgather_object",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_variables",
-    "check_extension",
-    "elastic",
-    "gpu_available",
-    "refs_to_vars",
-    "split_list",
-    "vars_to_refs",
-]
+__all__ = [*mpi_ops.__all__, "BroadcastGlobalVariablesHook", "Compression", "elastic", "split_list"]
+__all__ += ["DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape"]
+__all__ += ["SyncBatchNormalization"]  # noqa: F405 - by __getattr__
+__all__ += ["broadcast_global_variables", "broadcast_object", "broadcast_object_fn", "broadcast_variables"]
+__all__ += ["LocalGradientAggregationHelper", "_cache", "_executing_eagerly", "_make_subgraph", "allgather_object"]
+__all__ += ["check_extension", "gpu_available", "refs_to_vars", "vars_to_refs"]
 
 
 def __getattr__(name: str) -> Any:
@@ -101,19 +82,19 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         super().__init__(name=reduce.name, use_locking=use_locking)
         if passes > 1 and tf.executing_eagerly():
             raise ValueError("backward_passes_per_step > 1 of a TF1 optimizer needs a graph")
-        self._optimizer, self._reduce = optimizer, reduce
-        self._agg_helper = LocalGradientAggregationHelper(reduce, passes, average) if passes > 1 else None
-
-    def register_local_var(self, var: Any) -> None:
-        """Leaves the gradients of a variable to this rank."""
-        self._reduce.add_local(var)
+        self._optimizer, self.register_local_var = optimizer, reduce.add_local
+        self._agg_helper = LocalGradientAggregationHelper(reduce, passes, average)
+        self.get_slot, self.get_slot_names, self.variables = (
+            optimizer.get_slot,
+            optimizer.get_slot_names,
+            optimizer.variables,
+        )
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Computes the gradients with the wrapped optimizer, and reduces them."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
-        reduce = self._agg_helper.compute_gradients if self._agg_helper else self._reduce
-        return list(zip(reduce(grads, variables), variables, strict=True))
+        return list(zip(self._agg_helper.compute_gradients(grads, variables), variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
         """Applies gradients with the wrapped optimizer, after as many passes as there are in a step."""
@@ -125,41 +106,20 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         def skip() -> Any:
             return tf.no_op() if global_step is None else tf.group(global_step.assign_add(1))
 
-        if self._agg_helper is None:
-            return apply()
         return self._agg_helper.apply_gradients(apply, skip, [grad for grad, _ in pairs])
 
-    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """A slot variable of the wrapped optimizer."""
-        return self._optimizer.get_slot(*args, **kwargs)
 
-    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """The names of the slots of the wrapped optimizer."""
-        return self._optimizer.get_slot_names(*args, **kwargs)
-
-    def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """The variables of the wrapped optimizer."""
-        return self._optimizer.variables(*args, **kwargs)
+_OF_REDUCER = "device_dense device_sparse compression sparse_as_dense"
+_OF_TAPE = f"gradtape {_OF_REDUCER} op gradient_predivide_factor num_groups groups process_set"
 
 
 @unconverted
-def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
-    optimizer: Any,
-    name: str | None = None,
-    use_locking: bool = False,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    backward_passes_per_step: int = 1,
-    op: int = Average,
-    gradient_predivide_factor: float = 1.0,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-) -> Any:
+@takes(
+    f"optimizer name use_locking {_OF_REDUCER} backward_passes_per_step op gradient_predivide_factor "
+    "average_aggregated_gradients num_groups groups process_set scale_local_gradients",
+    op=Average,
+)
+def DistributedOptimizer(optimizer: Any, use_locking: bool, **options: Any) -> Any:  # noqa: N802 (a class to callers)
     """Wraps an optimizer so that it reduces the gradients over the ranks before it applies them.
 
     Args:
@@ -183,19 +143,19 @@ def DistributedOptimizer(  # noqa: N802 (a class to those who call it)
     Raises:
         ValueError: Options do not fit each other.
     """
-    options = dict(locals())
-    check_options(op, gradient_predivide_factor, groups, average_aggregated_gradients)
-    del options["use_locking"]
+    passes, average = options["backward_passes_per_step"], options["average_aggregated_gradients"]
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        if op == Adasum:
+        if options["op"] == Adasum:
             raise ValueError("Adasum is for TF1 optimizers only")
         from horovod.tensorflow.keras import DistributedOptimizer as KerasOptimizer
 
-        return KerasOptimizer(**options)
-    for own in ("optimizer", "backward_passes_per_step", "average_aggregated_gradients"):
-        del options[own]
-    reduce = Reducer(**options | {"name": name or f"Distributed{type(optimizer).__name__}"})
-    return _DistributedOptimizer(optimizer, use_locking, reduce, backward_passes_per_step, average_aggregated_gradients)
+        return KerasOptimizer(optimizer, **options)
+    if options["op"] == Adasum and average:
+        raise ValueError("Adasum and average_aggregated_gradients exclude each other")
+    name = options["name"] or f"Distributed{type(optimizer).__name__}"
+    own = ("backward_passes_per_step", "average_aggregated_gradients")
+    reduce = Reducer(**{key: value for key, value in options.items() if key not in own} | {"name": name})
+    return _DistributedOptimizer(optimizer, use_locking, reduce, passes, average)
 
 
 class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
@@ -203,11 +163,7 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
 
     def __init__(self, tape: tf.GradientTape, reduce: Reducer) -> None:
         self.__dict__.update(tape.__dict__)
-        self._reduce_gradients = reduce
-
-    def register_local_source(self, source: Any) -> None:
-        """Leaves the gradients of a variable to this rank."""
-        self._reduce_gradients.add_local(source)
+        self._reduce_gradients, self.register_local_source = reduce, reduce.add_local
 
     def gradient(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **kwargs: Any
@@ -217,7 +173,7 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
         ``use_generic_names``: the ranks match them by their place alone.
         """
         grads = super().gradient(target, sources, output_gradients, **kwargs)
-        reduced = self._reduce_gradients(_flat(grads), _flat(sources), use_generic_names)
+        reduced = self._reduce_gradients(tf.nest.flatten(grads), tf.nest.flatten(sources), use_generic_names)
         return tf.nest.pack_sequence_as(sources, reduced) if tf.nest.is_nested(sources) else reduced[0]
 
     def get_local_and_global_gradients(
@@ -230,25 +186,9 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
         return [pair for pair in pairs if local(pair[0])], [pair for pair in pairs if not local(pair[0])]
 
 
-def _flat(values: Any) -> list[Any]:
-    """The gradients or variables of a structure; a ``tf.IndexedSlices`` is one."""
-    return list(tf.nest.flatten(values))
-
-
 @unconverted
-def DistributedGradientTape(  # noqa: N802 (a class to those who call it)
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    op: int = Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-) -> Any:
+@takes(f"{_OF_TAPE} scale_local_gradients", op=Average)
+def DistributedGradientTape(gradtape: tf.GradientTape, **options: Any) -> Any:  # noqa: N802 (a class to callers)
     """Wraps a ``tf.GradientTape`` so that ``gradient`` reduces the gradients over the ranks.
 
         with tf.GradientTape() as tape:
@@ -261,25 +201,12 @@ def DistributedGradientTape(  # noqa: N802 (a class to those who call it)
     Raises:
         ValueError: Options do not fit each other.
     """
-    options = dict(locals())
-    return _DistributedTape(options.pop("gradtape"), Reducer("DistributedGradientTape", **options))
+    return _DistributedTape(gradtape, Reducer("DistributedGradientTape", **options))
 
 
 @unconverted
-def PartialDistributedGradientTape(  # noqa: N802 (a class to those who call it)
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    op: int = Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: Sequence[Any] | Any = None,
-    scale_local_gradients: bool = True,
-) -> Any:
+@takes(f"{_OF_TAPE} local_layers scale_local_gradients", op=Average)
+def PartialDistributedGradientTape(local_layers: Any, **options: Any) -> Any:  # noqa: N802 (a class to callers)
     """As ``DistributedGradientTape``, but leaves the gradients of some layers to each rank.
 
     The arguments are those of ``DistributedGradientTape``; ``local_layers`` is a Keras layer, or several.
@@ -287,11 +214,9 @@ def PartialDistributedGradientTape(  # noqa: N802 (a class to those who call it)
     Raises:
         ValueError: They are no layers, or options do not fit each other.
     """
-    options = dict(locals())
     from horovod._keras import local_variables
 
-    layers = local_variables(options.pop("local_layers"))
-    tape = DistributedGradientTape(**options)
-    for variable in layers:
+    variables, tape = local_variables(local_layers), DistributedGradientTape(**options)
+    for variable in variables:
         tape.register_local_source(variable)
     return tape

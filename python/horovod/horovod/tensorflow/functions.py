@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod.common import _objects
+from horovod.common._arguments import takes
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow.mpi_ops import broadcast_
 
@@ -42,41 +43,11 @@ def broadcast_variables(
     return None if tf.executing_eagerly() else tf.group(*values)
 
 
-def broadcast_object(
-    obj: Any = None,
-    root_rank: int = 0,
-    session: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Returns the object of one rank.
-
-    Args:
-        obj: Any object that cloudpickle takes; used on the root only.
-        root_rank: The rank that has it: of the job, also in a process set.
-        session: Not used.
-        name: Not used.
-        process_set: The ranks.
-    """
-    return _objects.broadcast_object(obj, root_rank, process_set)
+broadcast_object = takes("obj root_rank session name process_set", obj=None, root_rank=0)(_objects.broadcast_object)
+allgather_object = takes("obj session name process_set")(_objects.allgather_object)
 
 
-def broadcast_object_fn(
-    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Callable[[Any], Any]:
+@takes("root_rank session name process_set", root_rank=0)
+def broadcast_object_fn(**options: Any) -> Callable[[Any], Any]:
     """Returns a function that broadcasts its argument, as ``broadcast_object``."""
-    return lambda obj: _objects.broadcast_object(obj, root_rank, process_set)
-
-
-def allgather_object(
-    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Any]:
-    """Returns the objects of all ranks, in their order.
-
-    Args:
-        obj: Any object that cloudpickle takes.
-        session: Not used.
-        name: Not used.
-        process_set: The ranks.
-    """
-    return _objects.allgather_object(obj, process_set)
+    return lambda obj: broadcast_object(obj, **options)

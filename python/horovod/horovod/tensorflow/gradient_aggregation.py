@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 
 from horovod.common import _gradients
-from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.mpi_ops import grouped_allreduce, unconverted
 
 _BUCKET_BYTES = 25 << 20
@@ -27,9 +26,8 @@ class Reducer(_gradients.Reducer):
 
     def reduce(self, grads: list[Any], name: str) -> list[Any]:
         """The reduced gradients, by one call."""
-        dense, sparse = self.devices
-        compression = self.compression or Compression.none
-        return grouped_allreduce(grads, None, dense, sparse, compression, name=name, **self.options)
+        devices = {"device_dense": self.device_dense, "device_sparse": self.device_sparse}
+        return list(grouped_allreduce(grads, name=name, **devices, **self.options))
 
     def divided(self, grad: Any, number: int) -> Any:
         """A gradient divided by a number."""
@@ -69,6 +67,8 @@ class LocalGradientAggregationHelper:
         """``average``: divide the sums by the number of passes."""
         self._reduce, self._passes, self._average = reduce, passes, average
         self._sums: list[Any] = []
+        if passes == 1:
+            return
         self.counter: Any = None if tf.compat.v1.executing_eagerly_outside_functions() is False else tf.Variable(0)
 
     def _make_variables(self, grads: list[Any]) -> None:
@@ -83,6 +83,8 @@ class LocalGradientAggregationHelper:
     @unconverted
     def compute_gradients(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Adds gradients; returns the reduced sums in each ``passes``-th pass, else the sums of this rank."""
+        if self._passes == 1:
+            return self._reduce(grads, variables)
         given = [self._reduce.dense(grad) for grad in grads]
         if any(isinstance(grad, tf.IndexedSlices) for grad in given):
             raise ValueError("backward_passes_per_step > 1 needs sparse_as_dense=True for tf.IndexedSlices")
@@ -112,6 +114,8 @@ class LocalGradientAggregationHelper:
     @unconverted
     def apply_gradients(self, apply: Callable[[], Any], skip: Callable[[], Any], grads: Sequence[Any]) -> Any:
         """Calls ``apply`` after a pass that has reduced the sums, else ``skip``. ``grads``: those of that pass."""
+        if self._passes == 1:
+            return apply()
         with tf.control_dependencies([grad for grad in grads if grad is not None]):
             is_complete = tf.equal(self.counter.read_value(), 0)
         return tf.cond(is_complete, apply, skip)

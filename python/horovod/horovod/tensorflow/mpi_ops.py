@@ -26,8 +26,9 @@ Thread rule: any thread.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -36,53 +37,25 @@ import dl_comm
 import dl_comm.tensorflow
 from horovod.common import _job, _names
 from horovod.common import basics as _shared
-from horovod.common._calls import MATCHING, Call
+from horovod.common._arguments import takes
+from horovod.common._calls import MATCHING, Call, reduction
 from horovod.common._names import *  # noqa: F403 (its __all__)
-from horovod.common._names import ProcessSet, global_process_set, is_initialized, local_rank, local_size, rank
-from horovod.common.basics import HorovodBasics
+from horovod.common._names import Average, ProcessSet, Sum, global_process_set, is_initialized, rank
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import size_of
 from horovod.common.util import get_average_backwards_compatibility_fun, num_rank_is_power_2
-from horovod.tensorflow.compression import Compression
 
 core: Any = dl_comm.tensorflow
 """Whose overloads do not know lists of options."""
-_basics = HorovodBasics(__file__, "tensorflow")
-is_homogeneous = _basics.is_homogeneous
-Average, Sum, Adasum, Min, Max, Product = range(6)
+_basics = _shared.HorovodBasics(__file__, "tensorflow")
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
 check_num_rank_power_of_2 = num_rank_is_power_2
 
-__all__ = [
-    *_names.__all__,
-    "Adasum",
-    "Average",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "broadcast",
-    "broadcast_",
-    "check_num_rank_power_of_2",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "handle_average_backwards_compatibility",
-    "is_homogeneous",
-    "join",
-    "local_rank_op",
-    "local_size_op",
-    "process_set_included_op",
-    "rank_op",
-    "reducescatter",
-    "size_op",
-]
+__all__ = [*_names.__all__, "HorovodInternalError", "alltoall", "broadcast", "broadcast_", "join"]
+__all__ += ["allgather", "allreduce", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter"]
+__all__ += ["check_num_rank_power_of_2", "handle_average_backwards_compatibility", "reducescatter"]
+__all__ += ["local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op"]
 
-_OPERATORS = {Average: "mean", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
 _ERRORS = (
     ((dl_comm.ArgumentError, dl_comm.DTypeError), tf.errors.InvalidArgumentError),
     ((dl_comm.MismatchError, dl_comm.StateError), tf.errors.FailedPreconditionError),
@@ -104,119 +77,116 @@ def unconverted(function: _Function) -> _Function:
 # What all collectives share.
 
 
-def _run(
-    kind: str,
-    given: Tensors,
-    name: str | None,
-    process_set: ProcessSet,
-    forward: Callable[..., Any],
-    gradient: Callable[..., Any],
-) -> list[Any]:
-    """Makes a collective.
+class Form(NamedTuple):
+    """A call of a collective, which takes a list of tensors: what begins its name, the script's name, the ranks."""
 
-    Args:
-        kind: What begins its name.
-        given: What becomes the tensors.
-        name: The script's name, or None.
-        process_set: The ranks.
-        forward: Makes it: a function of the tensors and the core's options that returns a list.
-        gradient: A function of the gradients of the results and of a name: the gradients of the tensors.
-    """
-    number, job = process_set.process_set_id, _job.current()
-    tensors = [x if isinstance(x, tf.Tensor) else tf.convert_to_tensor(x) for x in given]
-    eager = tf.executing_eagerly()
-    size_of(number if number is not None else -1)  # raises if there is no such set
-    if number not in job.groups:
-        text = f"rank {job.rank} is not in process set {number}, which has the ranks {job.sets[number or 0]}"
+    kind: str
+    name: str | None
+    process_set: ProcessSet
+
+    def of_gradient(self) -> Form:
+        """The call of the gradient, under a name of its own."""
+        return self._replace(kind=f"{self.kind}.gradient")
+
+    def run(self, forward: Callable[..., Any], given: Tensors, gradient: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        """Makes the call.
+
+        Args:
+            forward: Makes it: a function of the tensors and the core's options that returns a list.
+            given: What becomes the tensors.
+            gradient: The gradients of the tensors from those of the results.
+        """
+        number, job = self.process_set.process_set_id, _job.current()
+        tensors = [x if isinstance(x, tf.Tensor) else tf.convert_to_tensor(x) for x in given]
+        eager = tf.executing_eagerly()
+        size_of(number)  # raises if there is no such set
+        if number not in job.groups:
+            text = f"rank {job.rank} is not in process set {number}, which has the ranks {job.sets[number or 0]}"
+            if eager:
+                raise tf.errors.InvalidArgumentError(None, None, text)
+            with tf.control_dependencies([tf.debugging.Assert(False, [text])]):
+                return [tf.identity(x) for x in tensors]
         if eager:
-            raise tf.errors.InvalidArgumentError(None, None, text)
-        with tf.control_dependencies([tf.debugging.Assert(False, [text])]):
-            return [tf.identity(x) for x in tensors]
-    inner = f"{name}.gradient" if name else None
-    if eager:
+            try:
+                call = Call(*self)
+            except ValueError as error:  # the name is in use
+                raise tf.errors.InvalidArgumentError(None, None, str(error)) from error
+            options = call.options()
+        else:
+            name = f"{self.kind}.{self.name or tensors[0].name}"
+            options = {"group": job.groups[number], "name": name, **MATCHING}
+
+        def differentiable(*inputs: tf.Tensor) -> Any:
+            return forward(list(inputs), options), lambda *grads: gradient(list(grads))
+
         try:
-            call = Call(kind, name, process_set)
-        except ValueError as error:  # the name is in use
-            raise tf.errors.InvalidArgumentError(None, None, str(error)) from error
-        options = call.options()
-    else:
-        options = {"group": job.groups[number], "name": f"{kind}.{name or tensors[0].name}", **MATCHING}
-
-    def differentiable(*inputs: tf.Tensor) -> Any:
-        return forward(list(inputs), options), lambda *grads: gradient(list(grads), inner)
-
-    try:
-        return list(tf.custom_gradient(differentiable)(*tensors))
-    except dl_comm.CommError as error:
-        raised = next(raised for known, raised in _ERRORS if isinstance(error, known))
-        raise raised(None, None, str(error)) from error
-    finally:
-        if eager:
-            call.end()
+            return list(tf.custom_gradient(differentiable)(*tensors))
+        except dl_comm.CommError as error:
+            raised = next(raised for known, raised in _ERRORS if isinstance(error, known))
+            raise raised(None, None, str(error)) from error
+        finally:
+            if eager:
+                call.end()
 
 
-def _root(root_rank: int, process_set: ProcessSet) -> int:
-    """The place of a rank of the job in a set; one that the core refuses if it is not in there."""
-    ranks = _job.current().sets.get(process_set.process_set_id or 0, [])
-    return ranks.index(root_rank) if root_rank in ranks else len(ranks)
+def _function(run: Callable[..., list[Any]], called: str, arguments: str, **defaults: Any) -> Callable[..., Any]:
+    """A public function of a collective: of a list of tensors if its first argument is ``tensors``.
+
+    ``run`` takes a `Form`, the list, and the arguments that follow, but without ``ignore_name_scope``.
+    """
+    first = arguments.split()[0]
+
+    def function(process_set: ProcessSet, name: str | None = None, ignore_name_scope: Any = None, **more: Any) -> Any:
+        given, form = more.pop(first), Form(called, name, process_set)
+        if first == "tensors":
+            return run(form, given, **more) if given else []
+        return run(form, [given], **more)[0]
+
+    found = takes(arguments, called, **defaults)(function)
+    found.__doc__ = run.__doc__ if first == "tensor" else f"As ``{called[8:]}``, of a list of tensors, by one call."
+    return unconverted(found)
 
 
-def _reduction(op: int, factors: tuple[float, float]) -> dict[str, Any]:
-    """The core's operator and factors, as options of a call."""
-    if op not in _OPERATORS:
-        raise ValueError(f"invalid op: {op!r} (expected hvd.Average, Sum, Adasum, Min, Max or Product)")
-    return {"op": _OPERATORS[op], "prescale": float(factors[0]), "postscale": float(factors[1])}
+def _compressed(call: Callable[[Tensors], list[Any]], tensors: Tensors, compression: Any, device: str) -> list[Any]:
+    with tf.device(device):
+        small, contexts = zip(*(compression.compress(tf.convert_to_tensor(x)) for x in tensors), strict=True)
+        return [*map(compression.decompress, call(small), contexts)]
 
 
 # Allreduce.
 
 
-def _reduced(
-    kind: str, tensors: Tensors, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet
-) -> list[Any]:
-    def gradient(grads: list[Any], inner: str | None) -> list[Any]:
-        return _reduced(kind, grads, inner, op, factors, process_set)
-
-    reduction = _reduction(op, factors)
-    return _run(
-        kind, tensors, name, process_set, lambda x, options: core.allreduce(x, **reduction, **options), gradient
+def _reduced(form: Form, tensors: Tensors, op: int, *factors: float) -> list[Any]:
+    options = reduction(op, *factors)
+    return form.run(
+        lambda x, more: core.allreduce(x, **options, **more),
+        tensors,
+        lambda grads: _reduced(form.of_gradient(), grads, op, *factors),
     )
 
 
-def _refuse_sparse(op: int, factors: tuple[float, float]) -> None:
-    if op not in (Sum, Average):
-        raise NotImplementedError(
-            "tf.IndexedSlices have the operators hvd.Average and hvd.Sum only; sparse_as_dense=True has all"
-        )
-    if factors != (1.0, 1.0):
-        raise NotImplementedError("tf.IndexedSlices have no factors; sparse_as_dense=True has them")
+def _reduced_slices(form: Form, slices: list[tf.IndexedSlices], op: int) -> list[tf.IndexedSlices]:
+    def gathered(what: str) -> list[Any]:
+        name = form.name and f"{form.name}.{what}"
+        return _allgather(Form("grouped_allgather", name, form.process_set), [getattr(each, what) for each in slices])
 
-
-def _reduced_slices(
-    slices: list[tf.IndexedSlices], name: str | None, op: int, process_set: ProcessSet
-) -> list[tf.IndexedSlices]:
-    values = grouped_allgather([each.values for each in slices], name and f"{name}.values", False, process_set)
-    indices = grouped_allgather([each.indices for each in slices], name and f"{name}.indices", False, process_set)
+    values, indices = gathered("values"), gathered("indices")
     if op == Average:
-        values = [each / tf.cast(process_set.size(), each.dtype) for each in values]
+        values = [each / tf.cast(form.process_set.size(), each.dtype) for each in values]
     shapes = [each.dense_shape for each in slices]
     return [tf.IndexedSlices(*each) for each in zip(values, indices, shapes, strict=True)]
 
 
-@unconverted
-def allreduce(
-    tensor: Any,
-    average: bool | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    ignore_name_scope: bool = False,
-) -> Any:
+def _allreduce(
+    form: Form,
+    tensors: Tensors,
+    average: bool | None,
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,
+    op: int | None,
+    **factors: float,
+) -> list[Any]:
     """Returns the reduction of a tensor over the ranks.
 
     The gradient is reduced by the same operator and factors.
@@ -238,89 +208,36 @@ def allreduce(
     Raises:
         NotImplementedError: Factors or another operator for ``tf.IndexedSlices``.
     """
-    op, factors = handle_average_backwards_compatibility(op, average), (prescale_factor, postscale_factor)
-    devices = device_dense, device_sparse
-    return _allreduced("allreduce", [tensor], name, op, factors, process_set, devices, compression)[0]
-
-
-@unconverted
-def grouped_allreduce(
-    tensors: Tensors,
-    average: bool | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    ignore_name_scope: bool = False,
-    name: str | None = None,
-) -> list[Any]:
-    """Returns the reductions of a list of tensors, as one call; as ``allreduce``."""
-    op, factors = handle_average_backwards_compatibility(op, average), (prescale_factor, postscale_factor)
-    devices = device_dense, device_sparse
-    return _allreduced("grouped_allreduce", tensors, name, op, factors, process_set, devices, compression)
-
-
-def _allreduced(
-    kind: str,
-    tensors: Tensors,
-    name: str | None,
-    op: int,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    devices: tuple[str, str],
-    compression: Any,
-) -> list[Any]:
-    results = list(tensors)
-    sparse = [i for i, x in enumerate(results) if isinstance(x, tf.IndexedSlices)]
-    dense = [i for i, x in enumerate(results) if i not in sparse]
+    op, factor = handle_average_backwards_compatibility(op, average), tuple(factors.values())
+    sparse = [i for i, x in enumerate(tensors) if isinstance(x, tf.IndexedSlices)]
+    dense = [i for i in range(len(tensors)) if i not in sparse]
+    found: dict[int, Any] = {}
     if sparse:
-        _refuse_sparse(op, factors)
-        with tf.device(devices[1]):
-            for i, y in zip(sparse, _reduced_slices([results[i] for i in sparse], name, op, process_set), strict=True):
-                results[i] = y
+        if op not in (Sum, Average) or set(factors.values()) != {1.0}:
+            raise NotImplementedError(
+                "tf.IndexedSlices have the operators hvd.Average and hvd.Sum only, and no factors; "
+                "sparse_as_dense=True has all"
+            )
+        with tf.device(device_sparse):
+            found.update(zip(sparse, _reduced_slices(form, [tensors[i] for i in sparse], op), strict=True))
     if dense:
-        with tf.device(devices[0]):
-            small = [compression.compress(tf.convert_to_tensor(results[i])) for i in dense]
-            reduced = _reduced(kind, [x for x, _ in small], name, op, factors, process_set)
-            for i, y, (_, context) in zip(dense, reduced, small, strict=True):
-                results[i] = compression.decompress(y, context)
-    return results
+        given = [tensors[i] for i in dense]
+        reduced = _compressed(lambda x: _reduced(form, x, op, *factor), given, compression, device_dense)
+        found.update(zip(dense, reduced, strict=True))
+    return [found[i] for i in range(len(tensors))]
+
+
+_ARGUMENTS = "average device_dense device_sparse compression op prescale_factor postscale_factor"
+allreduce = _function(_allreduce, "allreduce", f"tensor {_ARGUMENTS} name process_set ignore_name_scope")
+grouped_allreduce = _function(
+    _allreduce, "grouped_allreduce", f"tensors {_ARGUMENTS} process_set ignore_name_scope name"
+)
 
 
 # All-gather.
 
 
-def _gathered(kind: str, tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[Any]:
-    rows: list[tf.Tensor] = []
-    shapes: list[tf.Tensor] = []
-
-    def forward(x: list[tf.Tensor], options: Options) -> list[Any]:
-        shapes.extend(map(tf.shape, x))
-        results, counts = core.all_gather(x, ragged=True, return_counts=True, **options)
-        rows.extend(counts)
-        return list(results)
-
-    def gradient(grads: list[Any], inner: str | None) -> list[Any]:
-        means = _reduced(f"{kind}.gradient", grads, inner, Average, (1.0, 1.0), process_set)
-        place = int(_job.group_of(process_set.process_set_id).rank)
-        return [
-            tf.reshape(tf.split(mean, count, num=size_of(process_set.process_set_id or 0))[place], shape)
-            for mean, count, shape in zip(means, rows, shapes, strict=True)
-        ]
-
-    return _run(kind, tensors, name, process_set, forward, gradient)
-
-
-@unconverted
-def allgather(
-    tensor: Any,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> tf.Tensor:
+def _allgather(form: Form, tensors: Tensors) -> list[Any]:
     """Returns the tensors of all ranks, joined along the first axis in the order of the ranks.
 
     The gradient is this rank's rows of the *average* of the ranks' gradients.
@@ -334,31 +251,34 @@ def allgather(
     Returns:
         A new tensor of the shape ``(sum of n, *rest)``.
     """
-    return _gathered("allgather", [tensor], name, process_set)[0]
+    rows: list[tf.Tensor] = []
+    shapes: list[tf.Tensor] = []
+
+    def forward(x: list[tf.Tensor], options: Options) -> list[Any]:
+        shapes.extend(map(tf.shape, x))
+        results, counts = core.all_gather(x, ragged=True, return_counts=True, **options)
+        rows.extend(counts)
+        return list(results)
+
+    def gradient(grads: list[Any]) -> list[Any]:
+        means = _reduced(form.of_gradient(), grads, Average, 1.0, 1.0)
+        group = _job.group_of(form.process_set.process_set_id)
+        return [
+            tf.reshape(tf.split(mean, count, num=group.size)[group.rank], shape)
+            for mean, count, shape in zip(means, rows, shapes, strict=True)
+        ]
+
+    return form.run(forward, tensors, gradient)
 
 
-@unconverted
-def grouped_allgather(
-    tensors: Tensors,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> list[tf.Tensor]:
-    """Gathers a list of tensors, as ``allgather``."""
-    return _gathered("grouped_allgather", tensors, name, process_set)
+allgather = _function(_allgather, "allgather", "tensor name ignore_name_scope process_set")
+grouped_allgather = _function(_allgather, "grouped_allgather", "tensors name ignore_name_scope process_set")
 
 
 # Broadcast.
 
 
-@unconverted
-def broadcast(
-    tensor: Any,
-    root_rank: int,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> tf.Tensor:
+def _broadcast(form: Form, tensors: Tensors, root_rank: int) -> list[Any]:
     """Returns the tensor of one rank.
 
     The gradient on the root is the *average* of the ranks' gradients, and zero on the others.
@@ -370,25 +290,20 @@ def broadcast(
         ignore_name_scope: Not used.
         process_set: The ranks.
     """
-    return _broadcast("broadcast", [tensor], root_rank, name, process_set)[0]
+    ranks = _job.current().sets.get(form.process_set.process_set_id or 0, [])
+    root = ranks.index(root_rank) if root_rank in ranks else len(ranks)  # which the core refuses
 
-
-def _broadcast(
-    kind: str, tensors: Tensors, root_rank: int, name: str | None, process_set: ProcessSet
-) -> list[tf.Tensor]:
-    root = _root(root_rank, process_set)
-
-    def gradient(grads: list[Any], inner: str | None) -> list[Any]:
-        means = _reduced(f"{kind}.gradient", grads, inner, Average, (1.0, 1.0), process_set)
+    def gradient(grads: list[Any]) -> list[Any]:
+        means = _reduced(form.of_gradient(), grads, Average, 1.0, 1.0)
         if rank() == root_rank:
             return means
         with tf.control_dependencies(means):  # a graph would drop the call, whose values nobody reads here
             return [tf.zeros_like(mean) for mean in means]
 
-    def forward(x: list[tf.Tensor], options: Options) -> Any:
-        return core.broadcast(x, root, in_place=False, **options)
+    return form.run(lambda x, options: core.broadcast(x, root, in_place=False, **options), tensors, gradient)
 
-    return _run(kind, tensors, name, process_set, forward, gradient)
+
+broadcast = _function(_broadcast, "broadcast", "tensor root_rank name ignore_name_scope process_set")
 
 
 @unconverted
@@ -412,7 +327,7 @@ def broadcast_(
     listed = list(variables)
     if not listed:
         return []
-    values = _broadcast("broadcast_", listed, root_rank, name or "variables", process_set)
+    values = _broadcast(Form("broadcast_", name or "variables", process_set), listed, root_rank)
     done = [variable.assign(value) for variable, value in zip(listed, values, strict=True)]
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(variable) for variable in listed]
@@ -423,14 +338,7 @@ def broadcast_(
 # All-to-all.
 
 
-@unconverted
-def alltoall(
-    tensor: Any,
-    splits: Any = None,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
+def _alltoall(form: Form, tensors: Tensors, splits: Any) -> list[Any]:
     """Sends rows of a tensor to every rank, and returns those from every rank.
 
     The gradient goes back to where its rows came from.
@@ -447,8 +355,9 @@ def alltoall(
         The rows, in the order of the ranks that sent them. With ``splits`` also how many came from each: int32.
     """
     counts: list[tf.Tensor] = []
-    count = size_of(process_set.process_set_id if process_set.process_set_id is not None else -1)
+    count = size_of(form.process_set.process_set_id)
     wanted = None if splits is None else tf.convert_to_tensor(splits)
+    given = tf.convert_to_tensor(tensors[0])
 
     def forward(x: list[tf.Tensor], options: Options) -> list[Any]:
         (rows,) = x
@@ -456,64 +365,31 @@ def alltoall(
             extent = tf.shape(rows, tf.int64)[0] if rows.shape.rank != 0 else tf.constant(-1, tf.int64)
             sent = tf.fill([count], extent // count) if wanted is None else tf.cast(wanted, tf.int64)
             if wanted is not None:
-                total = tf.reduce_sum(sent)
-                rows = rows[: tf.minimum(total, extent)]
+                rows = rows[: tf.minimum(tf.reduce_sum(sent), extent)]
         result, received = core.all_to_all(rows, send_counts=sent, return_counts=True, **options)
-        counts.extend((sent, received))
+        counts.append(received)
         return [result]
 
-    given = tf.convert_to_tensor(tensor)
-
-    def gradient(grads: list[Any], inner: str | None) -> list[Any]:
-        back, _ = alltoall(grads[0], counts[1], inner, process_set=process_set)
+    def gradient(grads: list[Any]) -> list[Any]:
+        ((back, _),) = _alltoall(form.of_gradient(), grads, counts[0])
         missing = tf.concat([tf.shape(given)[:1] - tf.shape(back)[:1], tf.shape(given)[1:]], 0)
         return [tf.concat([back, tf.zeros(missing, back.dtype)], 0)]  # zeros for rows that were not sent
 
-    result = _run("alltoall", [given], name, process_set, forward, gradient)[0]
-    if splits is None:
-        return result
-    return result, tf.cast(counts[1], tf.int32) if counts else tf.identity(wanted)
+    (result,) = form.run(forward, [given], gradient)
+    if wanted is None:
+        return [result]
+    return [(result, tf.cast(counts[0], tf.int32) if counts else tf.identity(wanted))]
+
+
+alltoall = _function(_alltoall, "alltoall", "tensor splits name ignore_name_scope process_set")
 
 
 # Reduce-scatter: the first ranks get one row more.
 
 
-def _scattered(
-    kind: str, tensors: Tensors, name: str | None, op: int, process_set: ProcessSet, factors: tuple[float, float]
+def _reducescatter(
+    form: Form, tensors: Tensors, device_dense: str, compression: Any, op: int, **factors: float
 ) -> list[Any]:
-    count = size_of(process_set.process_set_id if process_set.process_set_id is not None else -1)
-    if op not in (Average, Sum):
-        raise NotImplementedError("reducescatter has the operators hvd.Average and hvd.Sum only")
-    reduction = _reduction(op, factors)
-
-    def forward(x: list[tf.Tensor], options: Options) -> Any:
-        if any(each.shape.rank == 0 for each in x):
-            raise dl_comm.ArgumentError("reducescatter takes tensors with at least one axis")
-        with tf.device("CPU:0"):
-            longer = count - 1 - tf.range(count, dtype=tf.int64)
-            counts = [(tf.shape(each, tf.int64)[0] + longer) // count for each in x]
-        return core.reduce_scatter(x, counts=counts, **reduction, **options)
-
-    def gradient(grads: list[Any], inner: str | None) -> list[Any]:
-        factor = (count if op == Sum else 1) * factors[0] * factors[1]
-        scaled = [each * tf.cast(factor, each.dtype) for each in grads]
-        return _gathered(f"{kind}.gradient", scaled, inner, process_set)
-
-    return _run(kind, tensors, name, process_set, forward, gradient)
-
-
-@unconverted
-def reducescatter(
-    tensor: Any,
-    device_dense: str = "",
-    compression: Any = Compression.none,
-    op: int = Average,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    ignore_name_scope: bool = False,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> tf.Tensor:
     """Returns this rank's rows of the reduction of a tensor over the ranks.
 
     The gradients are gathered, multiplied by the number of ranks for Sum, and by the factors; for Average they are not
@@ -534,31 +410,37 @@ def reducescatter(
     Raises:
         NotImplementedError: Another operator.
     """
-    with tf.device(device_dense):
-        small, context = compression.compress(tf.convert_to_tensor(tensor))
-        factors = prescale_factor, postscale_factor
-        found = _scattered("reducescatter", [small], name, op, process_set, factors)
-        return compression.decompress(found[0], context)
+    count = size_of(form.process_set.process_set_id)
+    if op not in (Average, Sum):
+        raise NotImplementedError("reducescatter has the operators hvd.Average and hvd.Sum only")
+    reduced = reduction(op, **factors)
+
+    def forward(x: list[tf.Tensor], options: Options) -> Any:
+        if any(each.shape.rank == 0 for each in x):
+            raise dl_comm.ArgumentError("reducescatter takes tensors with at least one axis")
+        with tf.device("CPU:0"):
+            longer = count - 1 - tf.range(count, dtype=tf.int64)
+            counts = [(tf.shape(each, tf.int64)[0] + longer) // count for each in x]
+        return core.reduce_scatter(x, counts=counts, **reduced, **options)
+
+    def gradient(grads: list[Any]) -> list[Any]:
+        factor = (count if op == Sum else 1) * math.prod(factors.values())
+        return _allgather(form.of_gradient(), [each * tf.cast(factor, each.dtype) for each in grads])
+
+    return _compressed(lambda x: form.run(forward, x, gradient), tensors, compression, device_dense)
 
 
-@unconverted
-def grouped_reducescatter(
-    tensors: Tensors,
-    device_dense: str = "",
-    compression: Any = Compression.none,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[tf.Tensor]:
-    """Reduces and scatters a list of tensors, as ``reducescatter``."""
-    if not tensors:
-        return []
-    with tf.device(device_dense):
-        small = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
-        factors = prescale_factor, postscale_factor
-        found = _scattered("grouped_reducescatter", [x for x, _ in small], None, op, process_set, factors)
-        return [compression.decompress(y, context) for y, (_, context) in zip(found, small, strict=True)]
+_REDUCE = "device_dense compression op"
+_FACTORS = "prescale_factor postscale_factor"
+reducescatter = _function(
+    _reducescatter,
+    "reducescatter",
+    f"tensor {_REDUCE} name process_set ignore_name_scope {_FACTORS}",
+    op=Average,
+)
+grouped_reducescatter = _function(
+    _reducescatter, "grouped_reducescatter", f"tensors {_REDUCE} process_set {_FACTORS}", op=Average
+)
 
 
 # Numbers that a graph reads when it runs.
@@ -592,7 +474,7 @@ def rank_op(name: str | None = None) -> tf.Tensor:
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """The number of this rank among those of its host when the op runs: int32. ``name``: that of the op."""
-    return _number(local_rank, name)
+    return _number(_basics.local_rank, name)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
@@ -602,7 +484,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """The number of ranks on this host when the op runs: int32. ``name``: that of the op."""
-    return _number(local_size, name)
+    return _number(_basics.local_size, name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod.common.process_sets import global_process_set
-from horovod.tensorflow.mpi_ops import Average, allreduce
+from horovod.common._names import Average, global_process_set
+from horovod.tensorflow.mpi_ops import allreduce
 
 if tf.keras.layers.Layer.__module__.partition(".")[0] == "keras":
     from dl_comm.keras import SyncBatchNormalization as _Keras3

@@ -5,31 +5,19 @@ Thread rule: any thread.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-
-def _executing_eagerly() -> bool:
-    return bool(tf.executing_eagerly())
-
-
-def _make_subgraph(f: Callable[..., Any]) -> Any:
-    return tf.function(f)
+_executing_eagerly, _make_subgraph = tf.executing_eagerly, tf.function
 
 
 def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
     """Calls a function once for each list of arguments, and for eager mode and graphs apart."""
-    found: dict[Any, Any] = {}
-
-    def wrapper(*args: Any) -> Any:
-        key = (args, _executing_eagerly())
-        if key not in found:
-            found[key] = f(*args)
-        return found[key]
-
-    return wrapper
+    cached = functools.cache(lambda eager, *args: f(*args))
+    return lambda *args: cached(tf.executing_eagerly(), *args)
 
 
 def vars_to_refs(vars: Any) -> Any:  # noqa: A002 - Horovod's name

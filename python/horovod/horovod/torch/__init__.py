@@ -20,17 +20,8 @@ from horovod.torch.mpi_ops import *  # noqa: F403 (its __all__)
 from horovod.torch.optimizer import DistributedOptimizer
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 
-__all__ = [
-    *mpi_ops.__all__,
-    "Compression",
-    "DistributedOptimizer",
-    "SyncBatchNorm",
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "elastic",
-]
+__all__ = [*mpi_ops.__all__, "Compression", "DistributedOptimizer", "SyncBatchNorm", "allgather_object", "elastic"]
+__all__ += ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
 
 def _check_has_gpu() -> bool:

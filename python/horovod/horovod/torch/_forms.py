@@ -1,4 +1,4 @@
-"""What the collectives share: checks of tensors, gradients, operators and factors.
+"""What the collectives share: the forms in which scripts call them, checks of tensors, gradients, operators, factors.
 
 Thread rule: any thread.
 """
@@ -6,20 +6,114 @@ Thread rule: any thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import dl_comm.torch
+from horovod.common._arguments import takes
+from horovod.common._calls import Call
+from horovod.common._names import ProcessSet
+from horovod.common.compression import NoneCompressor
 
 core: Any = dl_comm.torch
 """Whose overloads do not know options of names."""
-Average, Sum, Adasum, Min, Max, Product = range(6)
-Factors = tuple[float, float]
-"""Of the input, and of the result."""
 Tensors = Sequence[torch.Tensor]
 
-_OPERATORS = {Average: "mean", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
+
+class Form(NamedTuple):
+    """A call of a collective, which takes a list of tensors in every form.
+
+    Attributes:
+        kind: The collective, which begins the name of the call.
+        name: The script's name, or None.
+        process_set: The ranks.
+        unwrap: Makes the result from a list of tensors.
+        is_async: Whether to start the call and return its handle.
+        in_place: Whether its tensors become the results.
+    """
+
+    kind: str
+    name: str | None
+    process_set: ProcessSet
+    unwrap: Callable[[Any], Any]
+    is_async: bool = False
+    in_place: bool = False
+
+    def of_gradient(self) -> Form:
+        """The call of the gradient, on a list, under a name of its own."""
+        return Form(f"{self.kind}.gradient", self.name, self.process_set, as_it_is)
+
+    def make(self, function: Callable[..., Any], given: Any, result: Callable[[Any], Any], **options: Any) -> Any:
+        """Calls a collective of the core, or starts it; ``result`` makes the list of results from the core's."""
+        unwrap = self.unwrap
+        done = (lambda found: unwrap(result(found))) if self.is_async else result
+        return Call(self.kind, self.name, self.process_set).make(
+            function, given, is_async=self.is_async, result=done, **options
+        )
+
+    def run(
+        self, make: Callable[[list[torch.Tensor]], Any], x: Tensors, gradient: Any, compression: Any = NoneCompressor
+    ) -> Any:
+        """Returns what the script gets. The blocking form with new results is differentiable and compresses tensors.
+
+        Args:
+            make: Makes or starts the call, by `make`, on checked tensors.
+            x: The tensors.
+            gradient: The gradients of the compressed tensors from those of the results, which are contiguous.
+            compression: How the tensors travel.
+        """
+        if self.is_async or self.in_place:
+            found = make(checked(x))
+            return found if self.is_async else self.unwrap(found)
+        small, contexts = zip(*map(compression.compress, x), strict=True) if x else ((), ())
+        if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in small):
+            results = _Function.apply(make, gradient, *small)
+        else:
+            results = make(checked(small))
+        if compression is NoneCompressor:
+            return self.unwrap(list(results))
+        return self.unwrap([*map(compression.decompress, results, contexts)])
+
+
+def form(run: Callable[..., Any], called: str, arguments: str, **defaults: Any) -> Callable[..., Any]:
+    """A public function of a collective.
+
+    Args:
+        run: Makes the call, from a `Form`, the list of tensors, and the arguments.
+        called: The name of the function: ``grouped_...`` of lists, ``..._async``, ``..._`` in place.
+        arguments: Those that follow the tensors; ``compression`` is that of the blocking form with new results.
+        defaults: Defaults other than those of all functions.
+    """
+    kind, is_async, in_place = called.rstrip("_").removesuffix("_async"), "_async" in called, called.endswith("_")
+    is_grouped = called.startswith("grouped_")
+    if is_async or in_place:
+        arguments = arguments.replace("compression ", "")
+
+    def of_one(tensor: Any, name: str | None, process_set: ProcessSet, **options: Any) -> Any:
+        return run(Form(kind, name, process_set, _first, is_async, in_place), [tensor], **options)
+
+    def of_many(tensors: Any, name: str | None, process_set: ProcessSet, **options: Any) -> Any:
+        return run(Form(kind, name, process_set, as_it_is, is_async, in_place), tensors, **options)
+
+    makes = takes(f"{'tensors' if is_grouped else 'tensor'} {arguments}", called, **defaults)
+    function = makes(of_many if is_grouped else of_one)
+    if is_async:
+        function.__doc__ = f"Starts ``{called.replace('_async', '')}``; returns a handle."
+    elif in_place:
+        function.__doc__ = f"Replaces tensors by the results of ``{kind}``, and returns them. Not differentiable."
+    else:
+        function.__doc__ = run.__doc__ if not is_grouped else f"As ``{kind[8:]}``, of a list of tensors, by one call."
+    return function
+
+
+def as_it_is(found: Any) -> Any:
+    """The result of a call on a list."""
+    return found
+
+
+def _first(found: Any) -> Any:
+    return found[0]
 
 
 def checked(given: Iterable[Any]) -> list[torch.Tensor]:
@@ -36,46 +130,12 @@ def checked(given: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
-def first(results: Any) -> Any:
-    """The result of a call on one tensor."""
-    return results[0]
-
-
 class _Function(torch.autograd.Function):
-    """A collective: ``run`` gets the tensors, ``gradient`` the contiguous gradients of the results."""
-
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], gradient: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, make: Callable[..., Any], gradient: Callable[..., Any], *tensors: torch.Tensor) -> Any:
         ctx.gradient = gradient
-        return tuple(run(tensors))
+        return tuple(make(checked(tensors)))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return None, None, *ctx.gradient([grad.contiguous() for grad in grads])
-
-
-def differentiable(
-    run: Callable[..., Any], gradient: Callable[..., Any], tensors: Tensors, compression: Any = None
-) -> list[Any]:
-    """Returns the results of ``run`` of a list of tensors, which travel compressed.
-
-    ``gradient`` gives the gradients of the compressed tensors from those of the results.
-    """
-    small = [(each, None) if compression is None else compression.compress(each) for each in tensors]
-    given = [each for each, _ in small]
-    learns = torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in given)
-    results = _Function.apply(run, gradient, *given) if learns else run(given)
-    if compression is None:
-        return list(results)
-    return [compression.decompress(each, context) for each, (_, context) in zip(results, small, strict=True)]
-
-
-def of_gradient(name: str | None) -> str | None:
-    return None if name is None else f"{name}.gradient"
-
-
-def reduction(op: int, factors: Factors) -> dict[str, Any]:
-    """The core's operator and factors, as options of a call."""
-    if op not in _OPERATORS:
-        raise ValueError(f"invalid op: {op!r} (expected hvd.Average, Sum, Adasum, Min, Max or Product)")
-    return {"op": _OPERATORS[op], "prescale": float(factors[0]), "postscale": float(factors[1])}

@@ -9,26 +9,22 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from horovod.common._environment import number
 from horovod.common._job import is_started
-from horovod.common.process_sets import ProcessSet
+from horovod.common._names import Average, ProcessSet
 from horovod.common.util import split_list
 from horovod.torch.functions import broadcast_object
-from horovod.torch.mpi_ops import (
-    Average,
-    allreduce_async_,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-    synchronize,
-)
+from horovod.torch.mpi_ops import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async, synchronize
 
 Parameters = tuple[torch.Tensor, ...]
 
 
+@dataclass(eq=False)
 class Reducer:
     """The gradients of an optimizer: which are in flight, which are still to come in this step.
 
@@ -36,23 +32,20 @@ class Reducer:
     part of the model), `step()` or `synchronize()` reduces zeros for them; nobody waits before.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        names: dict[torch.Tensor, str],
-        compression: Any,
-        passes: int,
-        op: int,
-        predivide: float,
-        groups: int | list[list[torch.Tensor]] | None,
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
-    ) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self.names, self.compression, self.passes, self.op = names, compression, passes, op
-        self.factors = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
-        self.sparse_as_dense, self.process_set = sparse_as_dense, process_set
-        self.is_active = bool(process_set.included())
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    names: dict[torch.Tensor, str]
+    compression: Any
+    backward_passes_per_step: int
+    op: int
+    gradient_predivide_factor: float
+    groups: int | list[list[torch.Tensor]] | None
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+    def __post_init__(self) -> None:
+        predivide = self.gradient_predivide_factor if self.op == Average else 1.0
+        self.factors = 1.0 / predivide, predivide
+        self.is_active = bool(self.process_set.included())
         self.left: dict[torch.Tensor, int] = {}  # passes until the gradient of a parameter is complete
         self.in_flight: dict[Parameters, Callable[[], None]] = {}
         self.reduced: set[torch.Tensor] = set()  # in this step
@@ -62,8 +55,8 @@ class Reducer:
         self.synchronizes = True
         self._queued = False
         if self.is_active:
-            if groups:
-                self._make_groups(groups)
+            if self.groups:
+                self._make_groups(self.groups)
             self.register()
 
     def _make_groups(self, groups: int | list[list[torch.Tensor]]) -> None:
@@ -88,7 +81,7 @@ class Reducer:
         """Follows the parameters that require gradients now."""
         new = [each for each in self._parameters() if each.requires_grad and each not in self.left]
         for parameter in new:
-            self.left[parameter] = self.passes
+            self.left[parameter] = self.backward_passes_per_step
             self.names.setdefault(parameter, f"added.{len(self.names)}")
             hook = functools.partial(_on_gradient, weakref.ref(self))
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -97,7 +90,7 @@ class Reducer:
             self.group_of.update(dict.fromkeys(members, members))
 
     def set_passes(self, passes: int) -> None:
-        self.passes = passes
+        self.backward_passes_per_step = passes
         self.left = dict.fromkeys(self.left, passes)
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
@@ -110,7 +103,8 @@ class Reducer:
         if self.left[parameter] <= 0 or self.op != Average and parameter in self.reduced:
             raise AssertionError(
                 f"backward has computed the gradient of {self.names[parameter]} more than backward_passes_per_step = "
-                f"{self.passes} times before step(): make more passes per step, to add up gradients on this rank first"
+                f"{self.backward_passes_per_step} times before step(): make more passes per step, to add up gradients "
+                "on this rank first"
             )
         self.left[parameter] -= 1
         self.reduced.discard(parameter)
@@ -188,7 +182,7 @@ class Reducer:
                 wait()
             except RuntimeError as error:
                 errors.append(error)
-        self.left = dict.fromkeys(self.left, self.passes)
+        self.left = dict.fromkeys(self.left, self.backward_passes_per_step)
         self.explicit |= explicit
         if missing:
             self.unused = without

@@ -13,14 +13,13 @@ Thread rule: any thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
 import dl_comm.torch as core
 from horovod.common import _job, _objects
+from horovod.common._arguments import takes
 from horovod.common.exceptions import translated
-from horovod.common.process_sets import ProcessSet, global_process_set
 
 
 def broadcast_parameters(
@@ -64,26 +63,5 @@ def broadcast_optimizer_state(
         core.broadcast_optimizer_state(optimizer, root_rank, group=world)
 
 
-def broadcast_object(
-    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """Returns the object of one rank.
-
-    Args:
-        obj: Any object that cloudpickle takes; used on the root only.
-        root_rank: The rank that has it: of the job, also in a process set.
-        name: Not used.
-        process_set: The ranks.
-    """
-    return _objects.broadcast_object(obj, root_rank, process_set)
-
-
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Returns the objects of all ranks, in their order.
-
-    Args:
-        obj: Any object that cloudpickle takes.
-        name: Not used.
-        process_set: The ranks.
-    """
-    return _objects.allgather_object(obj, process_set)
+broadcast_object = takes("obj root_rank name process_set", obj=None, root_rank=0)(_objects.broadcast_object)
+allgather_object = takes("obj name process_set")(_objects.allgather_object)

@@ -5,7 +5,9 @@ Thread rule: as torch optimizers, one thread at a time.
 
 from __future__ import annotations
 
+import functools
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,12 +15,11 @@ from typing import Any
 
 import torch
 
+from horovod.common._arguments import takes
 from horovod.common._job import current
-from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.torch._delta import Delta, make_delta
+from horovod.common._names import Adasum, Average, Sum
 from horovod.torch._reducer import Reducer
-from horovod.torch.compression import Compression
-from horovod.torch.mpi_ops import Adasum, Average, Sum, grouped_allreduce_
+from horovod.torch.mpi_ops import grouped_allreduce_
 
 _ATTRIBUTE = "_horovod"
 
@@ -56,14 +57,14 @@ class _Distributed(torch.optim.Optimizer):
     @property
     def backward_passes_per_step(self) -> int:
         """The number of backward passes of a step."""
-        return int(self.__dict__[_ATTRIBUTE].passes)
+        return int(self.__dict__[_ATTRIBUTE].backward_passes_per_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as the original optimizer does, after those in flight have ended."""
         reducer: Reducer = self.__dict__[_ATTRIBUTE]
         if reducer.in_flight:
             reducer.finish()
-        reducer.left = dict.fromkeys(reducer.left, reducer.passes)
+        reducer.left = dict.fromkeys(reducer.left, reducer.backward_passes_per_step)
         reducer.end_step()
         super().zero_grad(set_to_none)
 
@@ -99,9 +100,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         reducer.finish()
         return None
     wrapped = _Closure(reducer, closure)
-    return (
-        (args[:1], {**kwargs, "closure": wrapped}) if "closure" in kwargs else ((args[0], wrapped, *args[2:]), kwargs)
-    )
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": wrapped}
+    return (args[0], wrapped, *args[2:]), kwargs
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -124,34 +125,56 @@ class _Closure:
         return loss
 
 
+class Delta(torch.optim.Optimizer):
+    """The methods of a ``DistributedOptimizer`` with ``op=Adasum``: it reduces the changes of the parameters."""
+
+    def synchronize(self) -> None:
+        """Does nothing: gradients stay those of the rank."""
+
+    def skip_synchronize(self) -> Any:
+        """Raises AssertionError: every step is collective."""
+        raise AssertionError("an optimizer with op=hvd.Adasum has no step without communication")
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Does nothing: gradients add up until ``step()``."""
+
+
+def _reduce_changes(optimizer: torch.optim.Optimizer, compression: Any) -> None:
+    """Makes the steps of an optimizer end with the reduction of the changes of its parameters, by Adasum."""
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        pairs[:] = [(each, each.detach().clone()) for group in optimizer.param_groups for each in group["params"]]
+
+    @torch.no_grad()
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        small = [compression.compress((after - before).contiguous()) for after, before in pairs]
+        grouped_allreduce_([tensor for tensor, _ in small], op=Adasum, name="adasum")
+        for (after, before), (tensor, context) in zip(pairs, small, strict=True):
+            after.copy_(before + compression.decompress(tensor, context))
+        pairs.clear()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+@functools.cache
 def _class(mixin: Any, base: Any) -> Any:
     """A class with the methods of both, one for each pair."""
-    if (mixin, base) not in _classes:
-        space = {"__module__": base.__module__, "__doc__": base.__doc__}
-        _classes[mixin, base] = type(base.__name__, (mixin, base), space)
-    return _classes[mixin, base]
-
-
-_classes: dict[tuple[Any, Any], Any] = {}
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
 def _names(optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, torch.Tensor]] | None) -> dict[Any, str]:
     """The names of the parameters. Raises ValueError if they are not unique, or one has none."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if given is None:
-        return {
-            parameter: f"allreduce.noname.{i}.{j}"
-            for i, group in enumerate(optimizer.param_groups)
-            for j, parameter in enumerate(group["params"])
-        }
-    listed = list(given)
+    places = [(i, j, each) for i, group in enumerate(optimizer.param_groups) for j, each in enumerate(group["params"])]
+    listed = [(f"allreduce.noname.{i}.{j}", each) for i, j, each in places] if given is None else list(given)
     if not all(isinstance(entry, tuple) for entry in listed):
         raise ValueError("named_parameters takes pairs of name and parameter, as from model.named_parameters()")
     twice = [name for name, count in Counter(name for name, _ in listed).items() if count > 1]
     if twice:
         raise ValueError(f"names in named_parameters must be unique; several parameters have: {', '.join(twice)}")
     names = {parameter: name for name, parameter in listed}
-    missing = [i for i, parameter in enumerate(parameters) if parameter not in names]
+    missing = [number for number, (_, _, parameter) in enumerate(places) if parameter not in names]
     if missing:
         raise ValueError(f"named_parameters lacks {len(missing)} of the optimizer's parameters: numbers {missing}")
     return names
@@ -169,17 +192,14 @@ def _check_groups(groups: Any) -> None:
         raise ValueError("A parameter can only appear once in groups.")
 
 
+@takes(
+    "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups groups "
+    "sparse_as_dense process_set",
+    named_parameters=None,
+    op=Average,
+)
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Any = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: int = Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: int | list[list[torch.Tensor]] | None = None,
-    sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
+    optimizer: torch.optim.Optimizer, named_parameters: Any, op: int, num_groups: int, groups: Any, **options: Any
 ) -> Any:
     """Makes an optimizer reduce gradients over the ranks, and returns it.
 
@@ -206,37 +226,29 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         ValueError: An argument is invalid, or names are missing or not unique.
         HorovodInternalError: From ``backward()``, ``synchronize()`` or ``step()``: a reduction failed.
     """
-    if gradient_predivide_factor != 1.0 and op != Average:
+    if options["gradient_predivide_factor"] != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if num_groups != 0:
+    if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    if backward_passes_per_step <= 0:
+    if options["backward_passes_per_step"] <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"invalid op: {op!r} (expected hvd.Average, Sum or Adasum)")
     if isinstance(optimizer, (_Distributed, Delta)):
         raise ValueError("the optimizer is a DistributedOptimizer already")
+    base: Any = type(optimizer)
     names = _names(optimizer, named_parameters)
     _check_groups(groups)
     if op == Adasum and current().size > 1:
-        if process_set.process_set_id != 0:
+        if options["process_set"].process_set_id != 0:
             raise NotImplementedError("op=hvd.Adasum reduces over all ranks only")
-        make_delta(optimizer, compression)
-        optimizer.__class__ = _class(Delta, type(optimizer))
+        _reduce_changes(optimizer, options["compression"])
+        optimizer.__class__ = _class(Delta, base)
         return optimizer
-    optimizer.__dict__[_ATTRIBUTE] = Reducer(
-        optimizer,
-        names,
-        compression,
-        backward_passes_per_step,
-        Average if op == Adasum else op,
-        gradient_predivide_factor,
-        groups,
-        sparse_as_dense,
-        process_set,
-    )
+    op = Average if op == Adasum else op
+    optimizer.__dict__[_ATTRIBUTE] = Reducer(weakref.ref(optimizer), names, op=op, groups=groups, **options)
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
-    optimizer.__class__ = _class(_Distributed, type(optimizer))
+    optimizer.__class__ = _class(_Distributed, base)
     return optimizer

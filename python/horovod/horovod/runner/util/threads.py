@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from typing import Any
 
 
@@ -34,11 +35,8 @@ def in_thread(
         raise ValueError(f"args is a {type(args).__name__} (expected a tuple, such as (argument,))")
 
     def function() -> None:
-        try:
+        with suppress(BaseException) if silent else nullcontext():
             target(*args)
-        except BaseException:
-            if not silent:
-                raise
 
     thread = threading.Thread(target=function, name=name, daemon=daemon)
     thread.start()

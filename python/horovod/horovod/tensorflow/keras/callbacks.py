@@ -1,7 +1,5 @@
 """The callbacks of `horovod.keras`, under the name that scripts of ``tf.keras`` import."""
 
-from __future__ import annotations
-
 from horovod.keras import callbacks as _callbacks
 from horovod.keras.callbacks import *  # noqa: F403 (its __all__)
 

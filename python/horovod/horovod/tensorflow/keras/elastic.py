@@ -1,7 +1,5 @@
 """As `horovod.keras.elastic`: not yet."""
 
-from __future__ import annotations
-
 from horovod.keras import elastic as _elastic
 from horovod.keras.elastic import *  # noqa: F403 (its __all__)
 

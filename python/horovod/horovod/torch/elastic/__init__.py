@@ -1,7 +1,5 @@
 """Elastic training: not yet. The names can be imported; their use raises NotImplementedError."""
 
-from __future__ import annotations
-
 from horovod.common.elastic import ObjectState, run
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.elastic.state import TorchState
