@@ -219,6 +219,21 @@ def test_wrong_arguments_are_refused_at_the_call(size: int) -> None:
     assert torch.equal(hvd.allreduce(x), x)
 
 
+def test_deprecated_arguments_warn_where_they_are_given(size: int) -> None:
+    x, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    deprecated: list[Callable[[], Any]] = [
+        lambda: hvd.allreduce(x, average=False),
+        lambda: hvd.synchronize(hvd.allreduce_async(x, average=False)),
+        lambda: hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), num_groups=1),
+    ]
+    for call in deprecated:
+        with pytest.warns(DeprecationWarning, match="is deprecated: use") as found:
+            result = call()
+        assert [warning.filename for warning in found] == [__file__]
+        if isinstance(result, torch.Tensor):
+            assert torch.equal(result, x * size)
+
+
 def test_ranks_that_differ_get_an_error_and_go_on(rank: int, size: int) -> None:
     if size == 1:
         pytest.skip("needs several ranks")

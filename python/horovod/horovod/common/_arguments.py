@@ -44,19 +44,19 @@ def takes(arguments: str, name: str = "", **defaults: Any) -> Callable[[Callable
     """A decorator: a function with these arguments, in this order, that calls the decorated one with all by name.
 
     Args:
-        arguments: The names of the arguments.
+        arguments: The names of the arguments; ``name=None`` gives another default than `ARGUMENTS`.
         name: That of the function; empty: that of the decorated one.
-        defaults: Defaults other than those of `ARGUMENTS`.
+        defaults: Further ones.
     """
-    names = arguments.split()
+    names = [each.partition("=")[0] for each in arguments.split()]
     known = {each: default for each, (_, default) in ARGUMENTS.items()} | defaults
 
     def decorator(run: Callable[..., Any]) -> Callable[..., Any]:
         called = name or run.__name__
-        parameters = ", ".join(f"{each}=known['{each}']" if each in known else each for each in names)
+        parameters = ", ".join(f"{each}=_defaults['{each}']" if each in known else each for each in arguments.split())
         passed = ", ".join(f"{each}={each}" for each in names)
-        space: dict[str, Any] = {"run": run, "known": known, "__name__": run.__module__}
-        exec(f"def {called}({parameters}):\n    return run({passed})\n", space)
+        space: dict[str, Any] = {"_decorated": run, "_defaults": known, "__name__": run.__module__}
+        exec(f"def {called}({parameters}):\n    return _decorated({passed})\n", space)
         function: Callable[..., Any] = space[called]
         function.__doc__ = run.__doc__
         function.__annotations__ = {each: ARGUMENTS.get(each, ("Any",))[0] for each in names}

@@ -50,7 +50,7 @@ class Reducer:
 
     def __post_init__(self) -> None:
         if self.num_groups:
-            warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=5)
+            warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=6)
             self.groups = self.num_groups if self.groups is None else self.groups
         if self.gradient_predivide_factor != 1.0 and self.op != Average:
             raise ValueError("gradient_predivide_factor needs op=hvd.Average")
@@ -61,14 +61,9 @@ class Reducer:
     @property
     def options(self) -> dict[str, Any]:
         """Those of an allreduce."""
-        factor = self.gradient_predivide_factor
-        return {
-            "compression": self.compression,
-            "op": self.op,
-            "prescale_factor": 1.0 / factor,
-            "postscale_factor": factor,
-            "process_set": self.process_set,
-        }
+        factors = {"prescale_factor": 1.0 / self.gradient_predivide_factor}
+        factors["postscale_factor"] = self.gradient_predivide_factor
+        return {"compression": self.compression, "op": self.op, "process_set": self.process_set, **factors}
 
     def add_local(self, variable: Any) -> None:
         """Leaves the gradients of a variable to this rank."""

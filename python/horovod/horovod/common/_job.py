@@ -169,23 +169,17 @@ def add(given: Sequence[tuple[bool, list[int]]]) -> dict[tuple[int, ...], int]:
         # In the order of the list, and of the ranks.
         listed = dict.fromkeys(tuple(entry[1]) for entries in zip(*of_all, strict=True) for entry in entries)
         for ranks in listed:
-            _check_ranks(ranks, job.size)
-        return {ranks: _add_one(job, list(ranks)) for ranks in listed if ranks not in known}
-
-
-def _check_ranks(ranks: Sequence[int], size: int) -> None:
-    if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks):
-        raise ValueError(
-            f"invalid ranks of a process set: {list(ranks)} (expected different ones from 0 to {size - 1})"
-        )
-
-
-def _add_one(job: Job, ranks: list[int]) -> int:
-    number, job.next_set = job.next_set, job.next_set + 1
-    if job.rank in ranks:
-        job.groups[number] = dl_comm.Group([job.world.ranks[rank] for rank in ranks], f"process set {number}")
-    job.sets[number] = ranks
-    return number
+            if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(job.size)):
+                raise ValueError(
+                    f"invalid ranks of a process set: {[*ranks]} (expected different ones from 0 to {job.size - 1})"
+                )
+        added = {ranks: job.next_set + i for i, ranks in enumerate(each for each in listed if each not in known)}
+        for ranks, number in added.items():
+            if job.rank in ranks:
+                job.groups[number] = dl_comm.Group([job.world.ranks[rank] for rank in ranks], f"process set {number}")
+            job.sets[number] = list(ranks)
+        job.next_set += len(added)
+        return added
 
 
 def remove(number: int) -> bool:

@@ -28,9 +28,7 @@ class HorovodBasics:
         pass
 
     def init(
-        self,
-        comm: Sequence[int] | Any = None,
-        process_sets: Sequence[process_sets.ProcessSet] | str | None = None,
+        self, comm: Sequence[int] | Any = None, process_sets: Sequence[process_sets.ProcessSet] | str | None = None
     ) -> None:
         """Starts Horovod. Collective. A second call only registers process sets.
 

@@ -93,7 +93,7 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
         if op is not None and average is not None:
             raise ValueError("give op or average, not both: op takes the place of average")
         if average is not None:
-            warnings.warn("average is deprecated: use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+            warnings.warn("average is deprecated: use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=5)
             return int(reduce_ops.Average if average else reduce_ops.Sum)
         return int(reduce_ops.Average) if op is None else op
 

@@ -42,9 +42,6 @@ _GROUPS = "num_groups groups"
 _LAST = "process_set scale_local_gradients"
 
 
-_LOADING: dict[str, Any] = {"custom_optimizers": None, "custom_objects": None, "legacy_opts": False}
-
-
 def _optimizer(arguments: str) -> Any:
     return _shared.unconverted(takes(arguments, "DistributedOptimizer", op=Average)(_shared.distributed_optimizer))
 
@@ -106,7 +103,7 @@ def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any
     return _shared.collective("reducescatter", value, name=name, op=op)
 
 
-@takes("filepath custom_optimizers custom_objects compression legacy_opts", **_LOADING)
+@takes("filepath custom_optimizers=None custom_objects=None compression legacy_opts=False")
 def load_model(filepath: Any, custom_optimizers: Any, custom_objects: Any, compression: Any, legacy_opts: bool) -> Any:
     """Loads a saved model of which the optimizer becomes a ``DistributedOptimizer``, with its state.
 

@@ -6,10 +6,13 @@ Thread rule: any thread, several at a time.
 from __future__ import annotations
 
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from horovod.common._arguments import takes
 
 _ELASTIC = ("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range", "host_discovery_script")
 _NO_EFFECT = ["ssh_port", "ssh_identity_file", "disable_cache", "verbose", "output_filename", "mpi_args"]
@@ -17,35 +20,13 @@ _NO_EFFECT += ["start_timeout"]
 _OLD = {"np": "num_proc", "min_np": "min_num_proc", "max_np": "max_num_proc", "network_interface": "network_interfaces"}
 
 
-def run(
-    func: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    num_proc: int = 1,
-    min_num_proc: int | None = None,
-    max_num_proc: int | None = None,
-    slots: int | None = None,
-    reset_limit: int | None = None,
-    cooldown_range: Any = None,
-    hosts: str | None = None,
-    hostfile: str | None = None,
-    host_discovery_script: str | None = None,
-    start_timeout: float | None = None,
-    ssh_port: int | None = None,
-    ssh_identity_file: str | None = None,
-    disable_cache: bool | None = None,
-    output_filename: str | None = None,
-    verbose: Any = None,
-    use_gloo: bool | None = None,
-    use_mpi: bool | None = None,
-    mpi_args: str | None = None,
-    network_interface: str | None = None,
-    network_interfaces: Sequence[str] | None = None,
-    executable: str | None = None,
-    np: int | None = None,
-    min_np: int | None = None,
-    max_np: int | None = None,
-) -> list[Any]:
+@takes(
+    "func args=() kwargs=None num_proc=1 min_num_proc=None max_num_proc=None slots=None reset_limit=None "
+    "cooldown_range=None hosts=None hostfile=None host_discovery_script=None start_timeout=None ssh_port=None "
+    "ssh_identity_file=None disable_cache=None output_filename=None verbose=None use_gloo=None use_mpi=None "
+    "mpi_args=None network_interface=None network_interfaces=None executable=None np=None min_np=None max_np=None"
+)
+def run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, **given: Any) -> list[Any]:
     """Starts ranks, calls a function on each, and returns the results by rank; as ``dl_comm.run``.
 
         def train(rate):
@@ -89,27 +70,24 @@ def run(
         NotImplementedError: An argument of elastic training.
         dl_comm.CommError: The ranks failed, as in ``dl_comm.run``.
     """
-    import sys
-
     import dl_comm
 
-    given = dict(locals())
     for old, new in _OLD.items():
         if given[old] is not None:
-            warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=2)
+            warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=3)
             given[new] = given[old].split(",") if old == "network_interface" else given[old]
+    hosts, hostfile, executable = given["hosts"], given["hostfile"], given["executable"]
     elastic = [name for name in _ELASTIC if given[name] is not None]
     if elastic:
         raise NotImplementedError(f"elastic training comes later: {', '.join(elastic)}")
-    if hosts is not None and hostfile is not None:
-        raise ValueError("give hosts or hostfile, not both")
-    if use_gloo and use_mpi:
-        raise ValueError("give use_gloo or use_mpi, not both")
+    for one, other in (("hosts", "hostfile"), ("use_gloo", "use_mpi")):
+        if given[one] and given[other]:
+            raise ValueError(f"give {one} or {other}, not both")
     if executable not in (None, sys.executable):
         raise ValueError(f"executable is {executable}; the ranks run this Python, {sys.executable}")
     ignored = [name for name in _NO_EFFECT if given[name]]
     if ignored:
-        warnings.warn(f"no effect with dl_comm: {', '.join(ignored)}", stacklevel=2)
+        warnings.warn(f"no effect with dl_comm: {', '.join(ignored)}", stacklevel=3)
     ranks = int(given["num_proc"])
     if hosts is not None or hostfile is not None:
         free = _local_slots(hosts, hostfile)

@@ -43,11 +43,11 @@ def broadcast_variables(
     return None if tf.executing_eagerly() else tf.group(*values)
 
 
-broadcast_object = takes("obj root_rank session name process_set", obj=None, root_rank=0)(_objects.broadcast_object)
+broadcast_object = takes("obj=None root_rank=0 session name process_set")(_objects.broadcast_object)
 allgather_object = takes("obj session name process_set")(_objects.allgather_object)
 
 
-@takes("root_rank session name process_set", root_rank=0)
+@takes("root_rank=0 session name process_set")
 def broadcast_object_fn(**options: Any) -> Callable[[Any], Any]:
     """Returns a function that broadcasts its argument, as ``broadcast_object``."""
     return lambda obj: broadcast_object(obj, **options)

@@ -139,7 +139,7 @@ def _function(run: Callable[..., list[Any]], called: str, arguments: str, **defa
     def function(process_set: ProcessSet, name: str | None = None, ignore_name_scope: Any = None, **more: Any) -> Any:
         given, form = more.pop(first), Form(called, name, process_set)
         if first == "tensors":
-            return run(form, given, **more) if given else []
+            return run(form, list(given), **more) if len(given) else []
         return run(form, [given], **more)[0]
 
     found = takes(arguments, called, **defaults)(function)
@@ -308,10 +308,7 @@ broadcast = _function(_broadcast, "broadcast", "tensor root_rank name ignore_nam
 
 @unconverted
 def broadcast_(
-    variables: Sequence[Any],
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Replaces the values of variables by those of one rank, as one call. Not differentiable.
 
@@ -433,10 +430,7 @@ def _reducescatter(
 _REDUCE = "device_dense compression op"
 _FACTORS = "prescale_factor postscale_factor"
 reducescatter = _function(
-    _reducescatter,
-    "reducescatter",
-    f"tensor {_REDUCE} name process_set ignore_name_scope {_FACTORS}",
-    op=Average,
+    _reducescatter, "reducescatter", f"tensor {_REDUCE} name process_set ignore_name_scope {_FACTORS}", op=Average
 )
 grouped_reducescatter = _function(
     _reducescatter, "grouped_reducescatter", f"tensors {_REDUCE} process_set {_FACTORS}", op=Average

@@ -66,7 +66,8 @@ class Form(NamedTuple):
         if self.is_async or self.in_place:
             found = make(checked(x))
             return found if self.is_async else self.unwrap(found)
-        small, contexts = zip(*map(compression.compress, x), strict=True) if x else ((), ())
+        pairs = [compression.compress(each) for each in x]
+        small, contexts = [each for each, _ in pairs], [context for _, context in pairs]
         if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in small):
             results = _Function.apply(make, gradient, *small)
         else:
@@ -90,14 +91,14 @@ def form(run: Callable[..., Any], called: str, arguments: str, **defaults: Any) 
     if is_async or in_place:
         arguments = arguments.replace("compression ", "")
 
-    def of_one(tensor: Any, name: str | None, process_set: ProcessSet, **options: Any) -> Any:
-        return run(Form(kind, name, process_set, _first, is_async, in_place), [tensor], **options)
+    first, unwrap = ("tensors", as_it_is) if is_grouped else ("tensor", _first)
 
-    def of_many(tensors: Any, name: str | None, process_set: ProcessSet, **options: Any) -> Any:
-        return run(Form(kind, name, process_set, as_it_is, is_async, in_place), tensors, **options)
+    def call(name: str | None, process_set: ProcessSet, **options: Any) -> Any:
+        given = options.pop(first)
+        made = Form(kind, name, process_set, unwrap, is_async, in_place)
+        return run(made, given if is_grouped else [given], **options)
 
-    makes = takes(f"{'tensors' if is_grouped else 'tensor'} {arguments}", called, **defaults)
-    function = makes(of_many if is_grouped else of_one)
+    function = takes(f"{first} {arguments}", called, **defaults)(call)
     if is_async:
         function.__doc__ = f"Starts ``{called.replace('_async', '')}``; returns a handle."
     elif in_place:

@@ -63,5 +63,5 @@ def broadcast_optimizer_state(
         core.broadcast_optimizer_state(optimizer, root_rank, group=world)
 
 
-broadcast_object = takes("obj root_rank name process_set", obj=None, root_rank=0)(_objects.broadcast_object)
+broadcast_object = takes("obj=None root_rank=0 name process_set")(_objects.broadcast_object)
 allgather_object = takes("obj name process_set")(_objects.allgather_object)

@@ -92,15 +92,15 @@ def _allreduce(
     return form.run(make, x, gradient, compression)
 
 
-_ARGUMENTS = "average name compression op prescale_factor postscale_factor process_set"
-allreduce = form(_allreduce, "allreduce", _ARGUMENTS)
-allreduce_async = form(_allreduce, "allreduce_async", _ARGUMENTS)
-allreduce_ = form(_allreduce, "allreduce_", _ARGUMENTS)
-allreduce_async_ = form(_allreduce, "allreduce_async_", _ARGUMENTS)
-grouped_allreduce = form(_allreduce, "grouped_allreduce", _ARGUMENTS)
-grouped_allreduce_async = form(_allreduce, "grouped_allreduce_async", _ARGUMENTS)
-grouped_allreduce_ = form(_allreduce, "grouped_allreduce_", _ARGUMENTS)
-grouped_allreduce_async_ = form(_allreduce, "grouped_allreduce_async_", _ARGUMENTS)
+_OF_ALLREDUCE = "average name compression op prescale_factor postscale_factor process_set"
+allreduce = form(_allreduce, "allreduce", _OF_ALLREDUCE)
+allreduce_async = form(_allreduce, "allreduce_async", _OF_ALLREDUCE)
+allreduce_ = form(_allreduce, "allreduce_", _OF_ALLREDUCE)
+allreduce_async_ = form(_allreduce, "allreduce_async_", _OF_ALLREDUCE)
+grouped_allreduce = form(_allreduce, "grouped_allreduce", _OF_ALLREDUCE)
+grouped_allreduce_async = form(_allreduce, "grouped_allreduce_async", _OF_ALLREDUCE)
+grouped_allreduce_ = form(_allreduce, "grouped_allreduce_", _OF_ALLREDUCE)
+grouped_allreduce_async_ = form(_allreduce, "grouped_allreduce_async_", _OF_ALLREDUCE)
 
 
 def _allgather(form: Form, x: Tensors) -> Any:
@@ -242,12 +242,7 @@ alltoall_async = form(_alltoall, "alltoall_async", "splits name process_set")
 
 
 def _reducescatter(
-    form: Form,
-    x: Tensors,
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    compression: Any = NoneCompressor,
+    form: Form, x: Tensors, op: int, prescale_factor: float, postscale_factor: float, compression: Any = NoneCompressor
 ) -> Any:
     """Returns this rank's rows of the reduction of a tensor over the ranks. The first ranks may get one row more.
 
@@ -290,11 +285,11 @@ def _reducescatter(
     return form.run(make, x, gradient, compression)
 
 
-_ARGUMENTS = "name compression op process_set prescale_factor postscale_factor"
-reducescatter = form(_reducescatter, "reducescatter", _ARGUMENTS, op=Average)
-reducescatter_async = form(_reducescatter, "reducescatter_async", _ARGUMENTS, op=Average)
-grouped_reducescatter = form(_reducescatter, "grouped_reducescatter", _ARGUMENTS, op=Average)
-grouped_reducescatter_async = form(_reducescatter, "grouped_reducescatter_async", _ARGUMENTS, op=Average)
+_OF_REDUCESCATTER = "name compression op process_set prescale_factor postscale_factor"
+reducescatter = form(_reducescatter, "reducescatter", _OF_REDUCESCATTER, op=Average)
+reducescatter_async = form(_reducescatter, "reducescatter_async", _OF_REDUCESCATTER, op=Average)
+grouped_reducescatter = form(_reducescatter, "grouped_reducescatter", _OF_REDUCESCATTER, op=Average)
+grouped_reducescatter_async = form(_reducescatter, "grouped_reducescatter_async", _OF_REDUCESCATTER, op=Average)
 
 
 def sparse_allreduce_async(

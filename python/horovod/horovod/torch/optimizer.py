@@ -50,9 +50,8 @@ class _Distributed(torch.optim.Optimizer):
         self.__dict__[_ATTRIBUTE].set_passes(passes)
 
     @property
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        names: dict[torch.Tensor, str] = self.__dict__[_ATTRIBUTE].names
-        return names
+    def _parameter_names(self) -> Any:
+        return self.__dict__[_ATTRIBUTE].names
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -193,9 +192,8 @@ def _check_groups(groups: Any) -> None:
 
 
 @takes(
-    "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups groups "
-    "sparse_as_dense process_set",
-    named_parameters=None,
+    "optimizer named_parameters=None compression backward_passes_per_step op gradient_predivide_factor num_groups "
+    "groups sparse_as_dense process_set",
     op=Average,
 )
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -229,7 +227,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if options["gradient_predivide_factor"] != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if num_groups:
-        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
+        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
         groups = num_groups if groups is None else groups
     if options["backward_passes_per_step"] <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
