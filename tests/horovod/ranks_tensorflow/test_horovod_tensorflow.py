@@ -275,6 +275,18 @@ def test_tape(rank: int, size: int, options: dict[str, Any], compiled: bool) -> 
     np.testing.assert_allclose(local, rank / size)
 
 
+@pytest.mark.parametrize("threshold", [0, 40, 200])
+def test_the_fusion_threshold(threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod.tensorflow.gradient_aggregation import Reducer
+
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", str(threshold))
+    reducer = Reducer("test", "", "", hvd.Compression.none, False, hvd.Average, 1.0)
+    with tf.Graph().as_default():
+        grads = [tf.zeros(length // 4) for length in (128, 32, 32, 4)]  # bytes; the last ones are ready first
+        parts = reducer.fused([0, 1, 2, 3], grads)
+    assert parts == {0: [[3], [2], [1], [0]], 40: [[3, 2], [1], [0]], 200: [[3, 2, 1, 0]]}[threshold]
+
+
 def test_optimizer_of_tf1_with_several_passes(rank: int, size: int) -> None:
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         x = tf.compat.v1.get_variable("x", initializer=[0.0], use_resource=True)

@@ -6,12 +6,38 @@ Thread rule: as optimizers, one thread at a time.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from horovod.common._environment import number
 from horovod.common._names import Average, ProcessSet, global_process_set
 from horovod.common.util import split_list
+
+_FIRST_BYTES, _PART_BYTES = 1 << 20, 25 << 20
+"""The most bytes of the first part, which should start early, and of the others. As in torch's DDP."""
+_Item = TypeVar("_Item")
+
+
+def neighbours(
+    items: Sequence[_Item], length: Callable[[_Item], int], place: Callable[[_Item], Any] = lambda _: None
+) -> list[list[_Item]]:
+    """Cuts a list into parts of neighbours in one place, of which each is one call.
+
+    ``length`` is in bytes. ``HOROVOD_FUSION_THRESHOLD``: the most bytes of a part; 0: each item by itself.
+    """
+    limit = number("HOROVOD_FUSION_THRESHOLD")
+    most = _PART_BYTES if limit is None else min(limit, _PART_BYTES)
+    parts: list[list[_Item]] = []
+    free = 0
+    for item in items:
+        if parts and length(item) <= free and place(item) == place(parts[-1][-1]):
+            parts[-1].append(item)
+            free -= length(item)
+        else:
+            free = min(most, most if parts else _FIRST_BYTES) - length(item)
+            parts.append([item])
+    return parts
 
 
 @dataclass(eq=False)

@@ -11,10 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from horovod.common import _gradients
+from horovod.common._gradients import neighbours
 from horovod.tensorflow.mpi_ops import grouped_allreduce, unconverted
-
-_BUCKET_BYTES = 25 << 20
-"""What a graph reduces at once while backward goes on; the default of torch's DistributedDataParallel."""
 
 
 class Reducer(_gradients.Reducer):
@@ -44,16 +42,12 @@ class Reducer(_gradients.Reducer):
         """One call; in a graph several, the last gradients first, which are ready first."""
         if tf.executing_eagerly():
             return [indices]
-        parts: list[list[int]] = []
-        free = 0
-        for i in reversed(indices):
-            if free <= 0:
-                parts.append([])
-                free = _BUCKET_BYTES
-            parts[-1].append(i)
+
+        def length(i: int) -> int:
             values = grads[i].values if isinstance(grads[i], tf.IndexedSlices) else grads[i]
-            free -= (values.shape.num_elements() or 0) * grads[i].dtype.size
-        return parts
+            return (values.shape.num_elements() or 0) * int(values.dtype.size)
+
+        return neighbours(indices[::-1], length)
 
 
 class LocalGradientAggregationHelper:

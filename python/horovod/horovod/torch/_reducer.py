@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from horovod.common._environment import number
+from horovod.common._gradients import neighbours
 from horovod.common._job import is_started
 from horovod.common._names import Average, ProcessSet
 from horovod.common.util import split_list
@@ -197,25 +197,10 @@ class Reducer:
         self._queued = False  # also after a backward pass that has failed
 
 
-_FIRST_BYTES, _GROUP_BYTES = 1 << 20, 25 << 20
-"""The most bytes of the first group, which should start early, and of the others. As in torch's DDP."""
-
-
 def _fused(parameters: list[torch.Tensor]) -> list[Parameters]:
-    """Groups of neighbours on one device. ``HOROVOD_FUSION_THRESHOLD``: the most bytes of one; 0: each by itself."""
-    limit = number("HOROVOD_FUSION_THRESHOLD")
-    most = _GROUP_BYTES if limit is None else min(limit, _GROUP_BYTES)
-    groups: list[Parameters] = []
-    free, device = 0, None
-    for parameter in parameters:
-        length = parameter.numel() * parameter.element_size()
-        if groups and length <= free and parameter.device == device:
-            groups[-1] += (parameter,)
-            free -= length
-        else:
-            free, device = min(most, most if groups else _FIRST_BYTES) - length, parameter.device
-            groups.append((parameter,))
-    return groups
+    """Groups of neighbours on one device."""
+    parts = neighbours(parameters, lambda each: each.numel() * each.element_size(), lambda each: each.device)
+    return [tuple(part) for part in parts]
 
 
 def _put(parameter: torch.Tensor, result: Callable[[], torch.Tensor]) -> None:
