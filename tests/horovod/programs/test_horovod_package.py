@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -71,6 +72,7 @@ def test_functions_take_the_arguments_of_horovod_in_its_order(name: str, argumen
     assert parameters["process_set"].default is hvd.global_process_set
     assert function.__name__ == name
     assert function.__doc__
+    assert pickle.loads(pickle.dumps(function)) is function  # so `horovod.run` takes functions that use it
     with pytest.raises(TypeError, match=f"{name}.* unexpected keyword argument 'colour'"):
         function(1, colour=2)
     with pytest.raises(TypeError, match=f"{name}.* multiple values for argument '{arguments.split()[0]}'"):

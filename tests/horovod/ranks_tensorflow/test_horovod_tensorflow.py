@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -273,6 +274,16 @@ def test_tape(rank: int, size: int, options: dict[str, Any], compiled: bool) -> 
     total = sum(range(size))
     np.testing.assert_allclose(first, [total if options.get("op") == hvd.Sum else total / size] * 2)
     np.testing.assert_allclose(local, rank / size)
+
+
+def test_functions_are_pickled_by_name() -> None:
+    import horovod.keras
+    import horovod.tensorflow.keras
+
+    for module in (hvd, horovod.keras, horovod.tensorflow.keras):
+        for name in ("allreduce", "broadcast", "broadcast_object", "DistributedGradientTape", "DistributedOptimizer"):
+            function = getattr(module, name, None)
+            assert function is None or pickle.loads(pickle.dumps(function)) is function
 
 
 @pytest.mark.parametrize("threshold", [0, 40, 200])

@@ -8,6 +8,7 @@ Thread rule: at import.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ def takes(arguments: str, name: str = "", **defaults: Any) -> Callable[[Callable
         name: That of the function; empty: that of the decorated one.
         defaults: Further ones.
     """
+    module = sys._getframe(1).f_globals["__name__"]  # that has the function, for pickles
     names = [each.partition("=")[0] for each in arguments.split()]
     known = {each: default for each, (_, default) in ARGUMENTS.items()} | defaults
 
@@ -55,8 +57,9 @@ def takes(arguments: str, name: str = "", **defaults: Any) -> Callable[[Callable
         called = name or run.__name__
         parameters = ", ".join(f"{each}=_defaults['{each}']" if each in known else each for each in arguments.split())
         passed = ", ".join(f"{each}={each}" for each in names)
-        space: dict[str, Any] = {"_decorated": run, "_defaults": known, "__name__": run.__module__}
-        exec(f"def {called}({parameters}):\n    return _decorated({passed})\n", space)
+        space: dict[str, Any] = {"_decorated": run, "_defaults": known, "__name__": module}
+        source = f"def {called}({parameters}):\n    return _decorated({passed})\n"
+        exec(compile(source, f"<{module}.{called}>", "exec"), space)
         function: Callable[..., Any] = space[called]
         function.__doc__ = run.__doc__
         function.__annotations__ = {each: ARGUMENTS.get(each, ("Any",))[0] for each in names}

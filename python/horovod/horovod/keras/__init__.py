@@ -42,13 +42,13 @@ _GROUPS = "num_groups groups"
 _LAST = "process_set scale_local_gradients"
 
 
-def _optimizer(arguments: str) -> Any:
-    return _shared.unconverted(takes(arguments, "DistributedOptimizer", op=Average)(_shared.distributed_optimizer))
+_ORDER = f"{_FIRST} {_GROUPS} {_PASSES} {_LAST}"
+_ORDER_OF_TF_KERAS = f"{_FIRST} {_PASSES} {_GROUPS} {_LAST}"
+"""That of `horovod.tensorflow.keras`."""
 
-
-DistributedOptimizer = _optimizer(f"{_FIRST} {_GROUPS} {_PASSES} {_LAST}")
-DistributedOptimizerOfTfKeras = _optimizer(f"{_FIRST} {_PASSES} {_GROUPS} {_LAST}")
-"""That of `horovod.tensorflow.keras`, which has another order of arguments."""
+DistributedOptimizer = _shared.unconverted(
+    takes(_ORDER, "DistributedOptimizer", op=Average)(_shared.distributed_optimizer)
+)
 
 
 @_shared.unconverted

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod._version import __version__
 
-_VARIABLES: dict[str, tuple[str, type, float]] = {
+_VARIABLES: dict[str, tuple[str, Callable[[Any], Any], float]] = {
     "fusion-threshold-mb": ("FUSION_THRESHOLD", int, 1024 * 1024),
     "cycle-time-ms": ("CYCLE_TIME", float, 1),
     "cache-capacity": ("CACHE_CAPACITY", int, 1),
@@ -112,9 +112,10 @@ def _configured(path: str) -> dict[str, Any]:
 
 def variables(options: argparse.Namespace, configured: Mapping[str, Any]) -> dict[str, str]:
     """The environment variables of the options; those of the command line count before those of the file."""
-    switches = {name: (variable, int, 1) for name, (_, variable) in _SWITCHES.items()}
+    table = dict(_VARIABLES)
+    table.update((name, (variable, lambda value: int(bool(value)), 1)) for name, (_, variable) in _SWITCHES.items())
     found: dict[str, str] = {}
-    for name, (variable, kind, factor) in {**_VARIABLES, **switches}.items():
+    for name, (variable, kind, factor) in table.items():
         value = getattr(options, variable)
         value = configured.get(name) if value is None else value
         if value is not None:

@@ -99,6 +99,7 @@ def form(run: Callable[..., Any], called: str, arguments: str, **defaults: Any) 
         return run(made, given if is_grouped else [given], **options)
 
     function = takes(f"{first} {arguments}", called, **defaults)(call)
+    function.__module__ = run.__module__
     if is_async:
         function.__doc__ = f"Starts ``{called.replace('_async', '')}``; returns a handle."
     elif in_place:

@@ -12,8 +12,14 @@ Raises ValueError for a wrong argument, and what the collectives of `horovod.ten
 Thread rule: as Keras, one thread trains a model.
 """
 
+from horovod import _keras as _shared
 from horovod import keras as _keras
+from horovod.common._arguments import takes
+from horovod.common._names import Average
 from horovod.keras import *  # noqa: F403 (its __all__)
-from horovod.keras import DistributedOptimizerOfTfKeras as DistributedOptimizer
 
-__all__ = [*_keras.__all__, "DistributedOptimizer"]
+__all__ = [*_keras.__all__]
+
+DistributedOptimizer = _shared.unconverted(
+    takes(_keras._ORDER_OF_TF_KERAS, "DistributedOptimizer", op=Average)(_shared.distributed_optimizer)
+)
