@@ -175,6 +175,7 @@ class MessageKernel final : public AsyncOpKernel {
     call.tag = tag;
     call.name = name;
     call.timeout = timeout_;
+    call.device = -1;
     return call;
   }
 

@@ -37,14 +37,14 @@ void start(StableIValue* stack, uint64_t, uint64_t) {
   Tensors keep;
   for (const Tensor& tensor : tensors) {
     views.check_dense(tensor);
-    if (!tensor.is_cpu())
-      throw Error(DL_COMM_ERROR_INVALID, "send and receive take tensors in host memory; call .cpu() first");
     keep.push_back(kSends && !tensor.is_contiguous() ? ::torch::stable::contiguous(tensor) : tensor);
     if (!keep.back().is_contiguous())
       throw Error(DL_COMM_ERROR_INVALID, "out is not contiguous: receive into a contiguous tensor");
     void* const data = keep.back().mutable_data_ptr();
     views.add_block(tensor, data, data, extents_of(tensor));
   }
+  transfer.device = views.device_stream().device;
+  transfer.stream = views.device_stream().stream;
   const auto work = std::make_shared<Work>(std::move(keep), views.device_stream(), -1);
   start_transfer(transfer, views.views(), completion_of(work));
   stack[0] = from(register_work(work));

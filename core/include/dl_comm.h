@@ -400,8 +400,7 @@ int dl_comm_join(const dl_comm_group_t* group, double timeout, int* last);
 #define DL_COMM_ANY_TAG (-1)
 
 /* A message. Set it to zero bytes and `size` to sizeof(dl_comm_message_t) first: later versions add fields at the end.
- * - `buffers`: tensors in host memory, of any element types, sent one after the other: the `src` of a send, the `dst`
- * of a receive. A received message may be shorter; dl_comm_work_status tells its length. A longer one, or one of other
+ * - `buffers`: tensors of any element types, sent one after the other: the `src` of a send, the `dst` of a receive. A received message may be shorter; dl_comm_work_status tells its length. A longer one, or one of other
  * element types (DL_COMM_ERROR_MISMATCH), is an error of the receive, which writes nothing; the message is dropped, and
  * the send succeeds.
  * - `peer`: the other rank of the group. `tag`: from 0.
@@ -412,7 +411,11 @@ int dl_comm_join(const dl_comm_group_t* group, double timeout, int* last);
  *   completes it, which may be the caller's. It must not block, and may start others. Other threads see the end after
  *   `done` has returned.
  * - `exact`: if it is not 0, a received message must be as long as the buffers: a shorter one is an error of the
- * receive (DL_COMM_ERROR_MISMATCH), as a longer one, and writes nothing. */
+ * receive (DL_COMM_ERROR_MISMATCH), as a longer one, and writes nothing.
+ * - `device`: the GPU and the stream of the tensors; NULL, or a negative ordinal: they are in host memory. Those of the
+ * other rank may be elsewhere. A message starts after the work that is on the stream now; when it has ended, the GPU is
+ * done with the tensors, on all streams. `block_host` has no effect. Refused (DL_COMM_ERROR_STATE) while the stream is
+ * captured into a graph. */
 typedef struct dl_comm_message {
   size_t size;
   const dl_comm_buffer_t* buffers;
@@ -424,6 +427,7 @@ typedef struct dl_comm_message {
   void (*done)(void* context, int code, const char* message);
   void* context;
   int exact;
+  const struct dl_comm_device* device;
 } dl_comm_message_t;
 
 /* What a receive has received; of a send, what it has sent. `source` is the rank that has sent the message. */

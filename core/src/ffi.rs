@@ -125,7 +125,8 @@ mod bridge {
         block_host: bool,
     }
 
-    /// A message to (`sends`) or from rank `peer` of a group, with `tag`; -1 for any source and any tag.
+    /// A message to (`sends`) or from rank `peer` of a group, with `tag`; -1 for any source and any tag. `device` and
+    /// `stream` as in `Average`.
     struct Transfer<'a> {
         group: u64,
         sends: bool,
@@ -133,6 +134,8 @@ mod bridge {
         tag: i32,
         name: &'a str,
         timeout: f64,
+        device: i32,
+        stream: usize,
     }
 
     unsafe extern "C++" {
@@ -200,7 +203,7 @@ mod bridge {
             completion: UniquePtr<Completion>,
         );
 
-        /// Starts to send the `src` of `tensors`, or to receive into their `dst`. In host memory.
+        /// Starts to send the `src` of `tensors`, or to receive into their `dst`.
         unsafe fn start_transfer(call: &Transfer<'_>, tensors: &[TensorView], completion: UniquePtr<Completion>);
 
         /// This process's rank in a group.
@@ -541,6 +544,9 @@ unsafe fn try_transfer(call: &Transfer<'_>, tensors: &[TensorView], then: Then) 
     let mut spans = Spans::default();
     for view in tensors {
         spans.add_buffer(&buffer(view)?, call.sends)?;
+    }
+    if let Some(device) = device(call.device, call.stream, false) {
+        point_to_point::place_on(&mut spans, device)?;
     }
     // SAFETY: the caller's promise.
     let started = unsafe {

@@ -166,7 +166,7 @@ fn long_message(gives_up: bool) {
         ring.ring().set_long(0, LongState::Announced);
         let envelope = Envelope { context: 1, total: 100, tag: 0, kind: 0, types: 0 };
         // SAFETY: the ring is empty.
-        unsafe { ring.announce(envelope, LongEnvelope { id: 5, place: 0, slot: 0, address: 0 }) };
+        unsafe { ring.announce(envelope, LongEnvelope { id: 5, place: 0, slot: 0, exported: 0, address: 0 }, &[]) };
         sender.notify(1);
         let mut aborted = false;
         if gives_up {

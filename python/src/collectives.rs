@@ -484,9 +484,6 @@ impl CMessage {
         let (arrays, peer, tag, name, timeout) = spec;
         let (read, written) = if sends { (Some(&*arrays), None) } else { (None, Some(&*arrays)) };
         let buffers = Buffers::of_call(py, read, written, 1)?;
-        if !buffers.device().is_null() {
-            return Err(argument_error(py, "messages are sent from host memory"));
-        }
         let name = c_name(name.as_ref())?;
         let raw = dl_comm_message_t {
             size: size_of::<dl_comm_message_t>(),
@@ -499,6 +496,7 @@ impl CMessage {
             done: None,
             context: ptr::null_mut(),
             exact: 0,
+            device: buffers.device(),
         };
         let arrays = arrays.into_iter().map(Bound::unbind).collect();
         Ok(CMessage { raw, _buffers: buffers, _name: name, arrays })

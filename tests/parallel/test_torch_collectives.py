@@ -1,4 +1,4 @@
-"""What only torch has in the collectives: strides, autograd, tangents, the compiler, messages that are copied."""
+"""What only torch has in the collectives: strides, autograd, tangents, the compiler."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ torch = pytest.importorskip("torch")
 
 import dl_comm  # noqa: E402
 import dl_comm.torch as cdl  # noqa: E402
-import frameworks  # noqa: E402
-import test_collectives  # noqa: E402
-from dl_comm.torch import _messages  # noqa: E402
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -47,15 +44,6 @@ def test_strided_and_conjugate_inputs(rank: int, size: int) -> None:
     assert received.tolist() == [0, 2, 4]
 
 
-def test_messages_that_are_copied(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a GPU."""
-    monkeypatch.setattr(_messages, "_on_host", lambda tensor: False)
-    test_collectives.test_messages(frameworks.get("torch"), "eager", rank, size)
-    test_collectives.test_messages_with_handles(frameworks.get("torch"), rank, size)
-    with pytest.raises(dl_comm.ArgumentError, match="contiguous"):
-        cdl.recv(torch.ones(4)[::2], rank)
-
-
 def test_bad_arguments_change_nothing(rank: int, size: int) -> None:
     tensor = torch.ones(4)
     learned = torch.ones(4, requires_grad=True)
@@ -65,6 +53,8 @@ def test_bad_arguments_change_nothing(rank: int, size: int) -> None:
         (lambda: cdl.allreduce(learned, async_op=True), "not differentiable"),
         (lambda: cdl.allreduce(tensor, out=learned), "not differentiable"),
         (lambda: cdl.send(learned, 0), "not differentiable"),
+        (lambda: cdl.send(torch.ones(2, device="meta"), 0), "neither in host memory"),
+        (lambda: cdl.recv(tensor[::2], rank), "contiguous"),
         (lambda: cdl.scatter(None), "out"),
         (lambda: cdl.scatter(None, rank, out=tensor), "empty"),
     ]:

@@ -1,4 +1,4 @@
-// Send and receive. Messages are in host memory; those of CUDA tensors are copied.
+// Send and receive. When a message has ended, its GPU is done with it, so no stream need wait for it.
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
@@ -16,14 +16,13 @@ WorkPtr Backend::transfer(at::Tensor tensor, int peer, int tag, OpType type) {
   const auto group = this->group();
   const bool sends = type == OpType::SEND;
   Call call(0, sends ? "dl_comm:send" : "dl_comm:recv", true);
-  // Messages are in host memory.
-  auto memory = tensor;
+  std::optional<c10::Stream> stream;
+  if (tensor.is_cuda()) stream = current_stream(tensor.device());
+  auto memory = tensor.detach();
   if (sends) {
-    memory = tensor.detach().to(at::kCPU).contiguous();
-  } else if (!tensor.is_cpu() || !tensor.is_contiguous()) {
-    memory = at::empty(tensor.sizes(), tensor.options().device(at::kCPU).requires_grad(false));
-    std::optional<c10::Stream> stream;
-    if (tensor.is_cuda()) stream = current_stream(tensor.device());
+    memory = memory.contiguous();
+  } else if (!tensor.is_contiguous()) {
+    memory = at::empty(tensor.sizes(), tensor.options().requires_grad(false));
     // After the work that uses the tensor now, also on a thread with another stream.
     call.finish = [tensor, memory, stream] {
       c10::OptionalStreamGuard guard;
@@ -49,6 +48,11 @@ WorkPtr Backend::transfer(at::Tensor tensor, int peer, int tag, OpType type) {
   message.name = function_name(state->call.title);
   message.timeout = seconds(::c10d::kUnsetTimeout);
   message.exact = 1;
+  dl_comm_device_t device{};
+  if (stream) {
+    device = core_device(*stream);
+    message.device = &device;
+  }
   CallState::start(state, group.get(), message, sends ? dl_comm_send : dl_comm_receive);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (coalescing_ == std::this_thread::get_id()) coalesced_.push_back(work);

@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_int, c_void};
 use std::mem::offset_of;
 use std::ptr;
 
-use super::arguments::{CBuffer, Given, array, number, reference, sized, store, text, to_timeout};
+use super::arguments::{CBuffer, CDevice, Given, array, number, reference, sized, store, text, to_device, to_timeout};
 use super::collectives::{CWork, Callback};
 use super::groups::CGroup;
 use super::status::status;
@@ -39,6 +39,8 @@ pub struct CMessage {
     pub context: *mut c_void,
     /// Not 0: a receive takes only a message of its own length. Absent in the first version.
     pub exact: c_int,
+    /// The device of the tensors, or null for host memory. Absent in the first versions.
+    pub device: *const CDevice,
 }
 
 /// `dl_comm_status_t`; see `dl_comm.h`.
@@ -71,7 +73,11 @@ impl CMessage {
             let &CBuffer { src, dst, length, dtype, .. } = buffer;
             spans.add_buffer(&Buffer::new(src.cast(), dst.cast(), length, DType::from_code(dtype)?), sends)?;
         }
-        Ok(())
+        if self.device.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { to_device(self.device) }.map_or(Ok(()), |device| point_to_point::place_on(spans, device))
     }
 
     #[inline(always)]

@@ -1,5 +1,5 @@
 //! Who makes progress: one thread at a time, the *driver*. It polls, then sleeps on the bell of this rank. The network
-//! between hosts rings no bell: while something waits for it, the driver takes short naps.
+//! between hosts and devices ring no bell: while something waits for them, the driver takes short naps.
 //!
 //! A thread that waits for a send or receive drives if nobody does; else it waits for its result, or for the driver to
 //! leave. If sends or receives are under way and no caller drives, the thread `dlcomm-p2p` does. It leaves as soon as a
@@ -12,7 +12,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::outgoing::Finished;
 use super::progress::{Short, ShortReceive, State};
 use crate::error::{Error, Result, guard};
 use crate::lock::lock;
@@ -41,10 +40,10 @@ const STANDBY: Duration = Duration::from_millis(1);
 const LOOKS: u32 = 50;
 /// The thread ends after this time without work.
 const IDLE: Duration = Duration::from_secs(1);
-/// A driver that waits for the network polls so long before its first nap, unless the ranks share processors. A nap
+/// A driver that waits for the network or a device polls so long before its first nap, unless the ranks share processors. A nap
 /// delays the answer, so the next wait of the other rank is longer, too: only spins get back to short waits.
 const NETWORK_SPIN: Duration = Duration::from_micros(100);
-/// Naps of a driver that waits for the network, one after the other; then the last one again.
+/// Naps of a driver that waits for the network or a device, one after the other; then the last one again.
 const NAPS: [Duration; 4] =
     [Duration::from_micros(20), Duration::from_micros(50), Duration::from_micros(100), Duration::from_micros(200)];
 
@@ -56,7 +55,7 @@ pub struct Shared {
     pub pending: AtomicUsize,
     /// Whether the network has something to send for sends that may have ended.
     sending: AtomicBool,
-    /// Whether something waits for the network.
+    /// Whether something waits for the network or a device.
     awaiting: AtomicBool,
     /// Threads that want the state; the driver lets them have it.
     wanting: AtomicUsize,
@@ -177,9 +176,9 @@ impl Shared {
             self.pending.fetch_add(new, Ordering::SeqCst);
         }
         let mut state = self.lock_state();
-        let awaited_network = state.awaits_network();
+        let was_polled = state.must_be_polled();
         let result = self.change(&mut state, change);
-        let naps = state.awaits_network() && !awaited_network;
+        let naps = state.must_be_polled() && !was_polled;
         if (self.give_out(state) || naps) && self.driver.load(Ordering::Relaxed) != NOBODY {
             // The driver may wait for one of the results, or sleep too long.
             self.header().ring_bell();
@@ -189,24 +188,24 @@ impl Shared {
 
     /// Unlocks the state and gives out the results, if there are any.
     fn give_out(&self, mut state: MutexGuard<'_, State>) -> bool {
-        for (place, value) in [(&self.sending, state.has_open_sends()), (&self.awaiting, state.awaits_network())] {
+        for (place, value) in [(&self.sending, state.has_open_sends()), (&self.awaiting, state.must_be_polled())] {
             if value != place.load(Ordering::Relaxed) {
                 place.store(value, Ordering::SeqCst);
             }
         }
-        if state.finished.is_empty() {
+        if state.finished.results.is_empty() {
             return false;
         }
-        let mut finished: Finished = std::mem::take(&mut state.finished);
+        let mut finished = std::mem::take(&mut state.finished.results);
         drop(state);
         self.pending.fetch_sub(finished.len(), Ordering::Relaxed);
         finished.drain(..).for_each(|(request, result)| request.finish(result));
         self.wake_waiters();
         // Saves an allocation.
         if let Ok(mut state) = self.state.try_lock()
-            && state.finished.is_empty()
+            && state.finished.results.is_empty()
         {
-            state.finished = finished;
+            state.finished.results = finished;
         }
         true
     }
@@ -343,7 +342,7 @@ impl Shared {
         for &rank in &cleared {
             moved |= self.change(&mut state, |state| state.look_at(rank)).unwrap_or(true);
         }
-        let naps = state.awaits_network();
+        let naps = state.must_be_polled();
         moved |= self.give_out(state);
         if moved {
             cleared.into_iter().for_each(|rank| header.keep_notice(rank));

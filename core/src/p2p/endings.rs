@@ -5,10 +5,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::incoming::{Body, Receive};
+use super::device_progress::fail_on_devices;
+use super::incoming::Body;
 use super::matching::Pattern;
 use super::message::{Limits, Status};
-use super::outgoing::{Finished, Send};
+use super::pending::{Finished, Receive, Send};
 use super::progress::State;
 use super::remote::Remote;
 use super::request::Request;
@@ -25,7 +26,7 @@ impl State {
     /// Ends one send or receive with an error.
     pub fn cancel(&mut self, request: &Request, error: &Error) {
         let is_it = |other: &Arc<Request>| std::ptr::eq(&raw const **other, request).then(|| error.clone());
-        let State { mailbox, matching, outgoing, incoming, finished, remote, awaiting_network, .. } = self;
+        let State { mailbox, matching, outgoing, incoming, finished, held, remote, awaiting_network, .. } = self;
         let receives = matching.fail_receives(|_, receive| is_it(&receive.request));
         end_receives(receives, awaiting_network, finished);
         if let Some(remote) = remote {
@@ -40,6 +41,7 @@ impl State {
                 finished.push((send.request, Err(error)));
             }
         }
+        fail_on_devices(held, finished, |_, send| is_it(&send.request), |receive, _| is_it(&receive.request));
         for rank in 0..incoming.len() {
             incoming[rank].fail(mailbox, rank, |receive, _, _| is_it(&receive.request), finished);
             outgoing[rank].fail(mailbox, rank, |send| is_it(&send.request), finished);
@@ -57,7 +59,7 @@ impl State {
         }
         self.look_at_network();
         let peers = Arc::clone(&self.peers);
-        let State { mailbox, matching, outgoing, incoming, finished, remote, awaiting_network, me, .. } = self;
+        let State { mailbox, matching, outgoing, incoming, finished, held, remote, awaiting_network, me, .. } = self;
         let far = remote.as_ref();
         // How a rank of the job has ended.
         let lost = |world: usize| {
@@ -105,6 +107,20 @@ impl State {
                 finished.push((send.request, Err(error)));
             }
         }
+        let send_held = |world: usize, send: &Send| {
+            let describe =
+                || send.limits.describe("send", Some(send.envelope.tag), &format!("to {}", peers.name(world)));
+            let loss = if world == peers.world[*me] { None } else { lost(world) };
+            closing.cloned().or_else(|| failure(&send.limits, now, None, loss, describe))
+        };
+        let delivered = |receive: &Receive, status: Status| {
+            let describe = || {
+                let from = receive.limits.scope.to_world(status.source);
+                receive.limits.describe("receive", Some(status.tag), &format!("from {}", peers.name(from)))
+            };
+            closing.cloned().or_else(|| failure(&receive.limits, now, None, None, describe))
+        };
+        fail_on_devices(held, finished, send_held, delivered);
         for rank in 0..ranks {
             let (world, name) = (peers.world[rank], peers.name(peers.world[rank]));
             let received = |receive: &Receive, status: Status, is_copying: bool| {

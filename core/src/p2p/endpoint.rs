@@ -8,11 +8,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::driver::Shared;
-use super::incoming::Receive;
 use super::long_receive::LongReceive;
 use super::matching::Pattern;
 use super::message::{Limits, Scope, Spans, Status};
-use super::outgoing::Send;
+use super::pending::{Receive, Send};
 use super::progress::{Peers, ShortReceive, State};
 use super::remote::{Hosts, Remote};
 use super::remote_progress::closed;
@@ -145,8 +144,13 @@ impl Endpoint {
     #[inline]
     unsafe fn send_at_once(&self, message: &Message<'_>, sent: &Outbound, from: &Spans) -> Result<bool> {
         let Outbound { route, envelope, .. } = *sent;
+        if from.is_on_device() {
+            return Ok(false);
+        }
         let Route::Local(to) = route else {
             return self.shared.with(0, |state| match &mut state.remote {
+                // It must not overtake one of them.
+                Some(_) if !state.held.is_empty() => Ok(false),
                 // SAFETY: guaranteed by the caller.
                 Some(remote) => unsafe { remote.send_short(sent.world(message), envelope, from) },
                 None => Err(closed()),
@@ -185,10 +189,9 @@ impl Endpoint {
     fn start_send(&self, request: &Arc<Request>, sent: &Outbound, message: &Message<'_>, from: Spans) {
         let (envelope, status) = (sent.envelope, sent.status(message));
         let send = Send { request: Arc::clone(request), limits: message.limits(), envelope, from, status };
-        self.shared.with(1, |state| match sent.route {
-            Route::Local(to) => state.send(to as usize, send),
-            Route::Far | Route::Unreachable => state.send_far(sent.world(message), send),
-        });
+        let world = sent.world(message);
+        let local = if let Route::Local(to) = sent.route { Some(to as usize) } else { None };
+        self.shared.with(1, |state| state.start_send(world, local, send));
     }
 
     /// Starts a receive. Does not block.
@@ -243,7 +246,7 @@ impl Endpoint {
         let source = peer?;
         let Ok(Route::Local(from)) = group.to(source, "") else { return None };
         let from = from as usize;
-        if into.len() > CELL_BYTES || from == self.memory.me() {
+        if into.len() > CELL_BYTES || into.is_on_device() || from == self.memory.me() {
             return None;
         }
         let receive = ShortReceive { context: group.context(), tag, into, exact };

@@ -2,11 +2,8 @@
 //!
 //! Thread rule: used under the lock of the endpoint.
 
-use std::sync::Arc;
-
-use super::message::{Limits, Spans, Status};
-use super::outgoing::{Finished, Send};
-use super::request::Request;
+use super::message::{Spans, Status};
+use super::pending::{Finished, Receive, Send};
 use crate::error::{Error, Result};
 use crate::transport::mailbox::ring::{Envelope, LongEnvelope, LongState};
 use crate::transport::mailbox::{Mailbox, process_memory};
@@ -16,17 +13,6 @@ const COPY_BYTES: usize = 1 << 20;
 
 /// Up to this size one copy by the receiver is faster than two that overlap: the second core has other work then.
 const ONE_COPY_BYTES: usize = 4 << 20;
-
-/// A receive that has not ended.
-pub struct Receive {
-    pub request: Arc<Request>,
-    pub limits: Limits,
-    pub into: Spans,
-    /// Whether the message must be as long as `into`.
-    pub exact: bool,
-    /// Whether a rank of another host may send its message.
-    pub awaits_network: bool,
-}
 
 /// A message without a receive.
 pub struct Early {
@@ -38,8 +24,8 @@ pub struct Early {
 pub enum Body {
     /// Here.
     Data(Box<[u8]>),
-    /// With the sender.
-    Long(LongEnvelope),
+    /// With the sender, and what it has exported.
+    Long(LongEnvelope, Box<[u8]>),
     /// With the sender on another host, which has given it this number.
     Remote(u64),
     /// In a send of this rank to itself.
@@ -53,6 +39,8 @@ enum Place {
     Shared(*const u8),
     /// The sender's process, and the address there.
     Process(i32, u64),
+    /// Memory that the receive's device has opened.
+    Device,
     /// The staging area.
     Parts,
 }
@@ -76,6 +64,16 @@ struct Incoming {
     received: usize,
     status: Status,
     receive: Receive,
+}
+
+impl Incoming {
+    /// Whether its data can come without the sender: what a device has opened may be gone with it before it is copied.
+    fn needs_nobody(&self) -> bool {
+        match self.place {
+            Place::Device => self.receive.into.is_copying(),
+            place => !place.in_parts(),
+        }
+    }
 }
 
 // SAFETY: the place is an address in shared memory, which any thread may use.
@@ -115,6 +113,7 @@ impl IncomingFrom {
         };
         let mut process = || mailbox.process(from).filter(|_| long.address != 0 && status.bytes <= ONE_COPY_BYTES);
         let place = match shared {
+            _ if receive.into.is_open() => Place::Device,
             Some(place) => Place::Shared(place),
             None => process().map_or(Place::Parts, |pid| Place::Process(pid, long.address)),
         };
@@ -135,30 +134,43 @@ impl IncomingFrom {
             let len = (status.bytes - *received).min(COPY_BYTES);
             if len > 0 && !place.in_parts() {
                 // SAFETY: the message has `bytes` bytes, and the receive at least as many.
-                if unsafe { copy(*place, &receive.into, *received, len) } {
-                    *received += len;
-                } else {
-                    mailbox.forget_process(from);
-                    let parts = change(mailbox, from, *slot, LongState::Copying, LongState::Streaming);
-                    (*place, *received) = (Place::Parts, 0);
-                    if let Err(error) = parts {
-                        let Incoming { receive, .. } = self.list.remove(index);
+                let copied = unsafe { copy(*place, &mut receive.into, *received, len, status.bytes) };
+                let copied = copied.and_then(|copied| {
+                    if copied.is_none() {
+                        mailbox.forget_process(from);
+                        (*place, *received) = (Place::Parts, 0);
+                        change(mailbox, from, *slot, LongState::Copying, LongState::Streaming)?;
+                    }
+                    Ok(copied)
+                });
+                match copied {
+                    Ok(Some(0)) => {}
+                    Ok(copied) => {
+                        *received += copied.unwrap_or(0);
+                        moved = true;
+                    }
+                    Err(error) => {
+                        let Incoming { slot, place, receive, .. } = self.list.remove(index);
+                        if let Place::Device = place {
+                            // If the sender gave up too, this is as good.
+                            let _noted = change(mailbox, from, slot, place.state(), LongState::Refused);
+                        }
                         finished.push((receive.request, Err(error)));
+                        moved = true;
                         continue;
                     }
                 }
-                moved = true;
             }
             let (slot, ended) = (*slot, *received == status.bytes);
             let aborted =
                 mailbox.inbox(from).is_some_and(|inbox| inbox.ring.ring().long_state(slot) == LongState::Aborted);
-            if !ended && !aborted {
+            if !ended && (!aborted || receive.into.is_copying()) {
                 index += 1;
                 continue;
             }
             let Incoming { place, status, receive, .. } = self.list.remove(index);
             let result = change(mailbox, from, slot, place.state(), LongState::Done);
-            finished.push((receive.request, result.map(|()| status)));
+            finished.received(receive, result.map(|()| status));
             moved = true;
         }
         moved
@@ -195,10 +207,11 @@ impl IncomingFrom {
     ) {
         let mut index = 0;
         while let Some(incoming) = self.list.get(index) {
-            match fails(&incoming.receive, incoming.status, !incoming.place.in_parts()) {
+            match fails(&incoming.receive, incoming.status, incoming.needs_nobody()) {
                 None => index += 1,
                 Some(error) => {
-                    let Incoming { slot, place, receive, .. } = self.list.remove(index);
+                    let Incoming { slot, place, mut receive, .. } = self.list.remove(index);
+                    receive.into.settle();
                     // If the sender gave up too, this is as good.
                     let _noted = change(mailbox, from, slot, place.state(), LongState::Refused);
                     finished.push((receive.request, Err(error)));
@@ -208,24 +221,29 @@ impl IncomingFrom {
     }
 }
 
-/// Copies `len` bytes from `offset` on; false if the system does not allow it.
+/// Copies `len` of `total` bytes from `offset` on, and returns how many are there now: none or all if a device copies them.
+/// `None` if the system does not allow it.
+///
+/// # Errors
+/// Those of a device.
 ///
 /// # Safety
 /// The memory of both is valid.
-unsafe fn copy(place: Place, into: &Spans, offset: usize, len: usize) -> bool {
+unsafe fn copy(place: Place, into: &mut Spans, offset: usize, len: usize, total: usize) -> Result<Option<usize>> {
     match place {
         Place::Shared(place) => {
             // SAFETY: guaranteed by the caller.
             unsafe { into.write(offset, place.wrapping_add(offset), len) };
-            true
+            Ok(Some(len))
         }
         Place::Process(pid, address) => {
             let from = address + offset as u64;
             // SAFETY: as above.
             let fill = |to, at, count| unsafe { process_memory::read(pid, from + at as u64, to, count) };
-            into.fill(offset, len, fill).is_ok()
+            Ok(into.fill(offset, len, fill).is_ok().then_some(len))
         }
-        Place::Parts => false,
+        Place::Device => Ok(Some(if into.copied()? { total } else { 0 })),
+        Place::Parts => Ok(None),
     }
 }
 

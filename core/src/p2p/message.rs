@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::device::{DeviceMemory, Span};
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
 use crate::dtype::DType;
@@ -110,20 +111,25 @@ impl Types {
     }
 }
 
-/// Memory of this process.
-#[derive(Debug, Clone, Copy)]
-struct Span {
-    start: *mut u8,
-    len: usize,
+/// What spans have if their memory is on a device; they themselves are then in the host memory of its data, if there is any.
+pub(super) struct OnDevice {
+    pub memory: Box<dyn DeviceMemory>,
+    pub pieces: SmallVec<[Span; 1]>,
+    pub exported: Vec<u8>,
+    /// Whether a copy from or to the pieces was started.
+    pub copies: bool,
+    /// Whether the memory of the sender is open for this receive.
+    pub is_open: bool,
 }
 
 /// The memory of a message: the bytes of its tensors, one after the other.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Spans {
-    spans: SmallVec<[Span; 1]>,
-    len: usize,
+    pub(super) spans: SmallVec<[Span; 1]>,
+    pub(super) len: usize,
     types: Types,
     last: Option<DType>,
+    pub(super) device: Option<Box<OnDevice>>,
 }
 
 // SAFETY: only addresses; whoever starts a send or receive keeps the memory valid until it has ended.

@@ -8,6 +8,8 @@
 //! Progress is made by a thread that waits for a send or receive; if none does, by the thread `dlcomm-p2p`, which lives
 //! only while something is under way.
 
+mod device;
+mod device_progress;
 mod driver;
 mod endings;
 mod endpoint;
@@ -15,7 +17,9 @@ mod incoming;
 mod long_receive;
 mod matching;
 mod message;
+mod on_device;
 mod outgoing;
+mod pending;
 mod progress;
 mod remote;
 mod remote_progress;
@@ -23,6 +27,7 @@ mod request;
 mod routes;
 mod transfer;
 
+pub use device::{DeviceMemory, Span};
 pub use endpoint::{Endpoint, Message};
 pub use message::{Limits, Scope, Spans, Status};
 pub use progress::Peers;

@@ -5,26 +5,13 @@
 //! Thread rule: used under the lock of the endpoint.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
-use super::message::{Limits, Spans, Status};
-use super::request::Request;
+use super::message::Spans;
+use super::pending::{Finished, Send};
 use crate::error::{Error, Result};
 use crate::transport::mailbox::Mailbox;
 use crate::transport::mailbox::ring::{CELL_BYTES, Envelope, LONG_SLOTS, LongEnvelope, LongState};
 use crate::transport::mailbox::staging::PartInfo;
-
-/// A send that has not ended.
-pub struct Send {
-    pub request: Arc<Request>,
-    pub limits: Limits,
-    pub envelope: Envelope,
-    pub from: Spans,
-    pub status: Status,
-}
-
-/// Results to be given out once the lock is free.
-pub type Finished = Vec<(Arc<Request>, Result<Status>)>;
 
 /// An announced long message.
 struct Long {
@@ -42,6 +29,8 @@ pub struct Outgoing {
     queue: VecDeque<Send>,
     longs: Vec<Long>,
     last_id: u64,
+    /// Whether a device copies what the receiver wants in parts to host memory.
+    pub is_staging: bool,
 }
 
 /// Puts a short message into a cell, if there is room and nothing is before it.
@@ -81,6 +70,7 @@ impl Outgoing {
     /// Does what can be done without waiting; returns whether that was anything.
     pub fn advance(&mut self, mailbox: &mut Mailbox, to: usize, finished: &mut Finished) -> bool {
         let mut moved = false;
+        self.is_staging = false;
         if !self.longs.is_empty() {
             moved |= self.end_longs(mailbox, to, finished);
             moved |= self.send_part(mailbox, to, finished);
@@ -125,12 +115,14 @@ impl Outgoing {
         self.last_id += 1;
         let place = place.map_or(0, |offset| offset + 1);
         let address = send.from.range().map_or(0, |range| range.start as u64);
-        let long = LongEnvelope { id: self.last_id, place, slot: slot as u64, address };
-        ring.ring().set_long(slot, LongState::Announced);
+        let exported = send.from.exported();
+        let (slot, exported_bytes) = (slot as u32, exported.len() as u32);
+        let long = LongEnvelope { id: self.last_id, place, slot, exported: exported_bytes, address };
+        ring.ring().set_long(slot as usize, LongState::Announced);
         // SAFETY: there is room.
-        unsafe { ring.announce(send.envelope, long) };
+        unsafe { ring.announce(send.envelope, long, exported) };
         mailbox.notify(to);
-        self.longs.push(Long { id: self.last_id, slot, sent: 0, send: Some(send) });
+        self.longs.push(Long { id: self.last_id, slot: slot as usize, sent: 0, send: Some(send) });
         None
     }
 
@@ -140,8 +132,11 @@ impl Outgoing {
         let ring = outbox.ring.ring();
         let before = self.longs.len();
         self.longs.retain_mut(|long| {
-            let result = match (ring.long_state(long.slot), &long.send) {
-                (LongState::Done, Some(send)) => Ok(send.status),
+            let result = match (ring.long_state(long.slot), &mut long.send) {
+                (LongState::Done, Some(send)) => {
+                    send.from.sent();
+                    Ok(send.status)
+                }
                 (LongState::Refused, Some(send)) => {
                     let what = send.limits.describe("send", Some(send.envelope.tag), &format!("to local rank {to}"));
                     Err(Error::PeerLost(format!("the receiver gave up: {what}")))
@@ -150,7 +145,9 @@ impl Outgoing {
                 _ => return true,
             };
             ring.set_long(long.slot, LongState::Free);
-            finished.extend(long.send.take().map(|send| (send.request, result)));
+            if let Some(send) = long.send.take() {
+                finished.push((send.request, result));
+            }
             false
         });
         self.longs.len() < before
@@ -160,13 +157,17 @@ impl Outgoing {
     fn send_part(&mut self, mailbox: &mut Mailbox, to: usize, finished: &mut Finished) -> bool {
         for index in 0..self.longs.len() {
             let long = &mut self.longs[index];
-            let Some(send) = long.send.as_ref().filter(|send| long.sent < send.from.len()) else { continue };
+            let Some(send) = long.send.as_mut().filter(|send| long.sent < send.from.len()) else { continue };
             let state = mailbox.outbox(to).map(|outbox| outbox.ring.ring().long_state(long.slot));
             if state != Ok(LongState::Streaming) {
                 continue;
             }
-            let staging = match mailbox.staging(to) {
-                Ok(staging) => staging,
+            let staging = match send.from.in_host_memory().and_then(|is_there| Ok((is_there, mailbox.staging(to)?))) {
+                Ok((true, staging)) => staging,
+                Ok((false, _)) => {
+                    self.is_staging = true;
+                    continue;
+                }
                 Err(error) => {
                     self.give_up(mailbox, to, index, error, finished);
                     return true;
@@ -200,7 +201,9 @@ impl Outgoing {
                 break;
             }
         }
-        finished.extend(long.send.take().map(|send| (send.request, Err(error))));
+        if let Some(send) = long.send.take() {
+            finished.push((send.request, Err(error)));
+        }
         mailbox.notify(to);
     }
 

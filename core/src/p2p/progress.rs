@@ -5,10 +5,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::incoming::{Body, Early, IncomingFrom, Receive, change};
+use super::incoming::{Body, Early, IncomingFrom, change};
 use super::matching::{Matching, Pattern};
 use super::message::{Spans, Status, Types};
-use super::outgoing::{Finished, Outgoing, Send, send_short};
+use super::outgoing::{Outgoing, send_short};
+use super::pending::{Finished, Held, Receive, Send};
 use super::remote::{Arrival, Remote};
 use crate::clock::coarse_now;
 use crate::error::{Error, Result};
@@ -84,8 +85,10 @@ pub struct State {
     pub(super) arrivals: Vec<Arrival>,
     pub(super) outgoing: Vec<Outgoing>,
     pub(super) incoming: Vec<IncomingFrom>,
-    /// Ranks from which something is being copied.
-    copying: Vec<usize>,
+    /// Ranks from which something is being copied, or for which a device copies something.
+    pub(super) copying: Vec<usize>,
+    /// Sends that wait for their device.
+    pub(super) held: Vec<Held>,
     /// When short sends last checked whether each rank lives.
     checked: Vec<Duration>,
     /// Results to be given out once the lock is free.
@@ -106,8 +109,9 @@ impl State {
             outgoing: (0..ranks).map(|_| Outgoing::default()).collect(),
             incoming: (0..ranks).map(|_| IncomingFrom::default()).collect(),
             copying: Vec::new(),
+            held: Vec::new(),
             checked: vec![Duration::ZERO; ranks],
-            finished: Vec::new(),
+            finished: Finished::default(),
         }
     }
 
@@ -121,7 +125,8 @@ impl State {
     #[inline]
     pub unsafe fn send_short(&mut self, to: usize, envelope: Envelope, from: &Spans) -> Result<bool> {
         // SAFETY: guaranteed by the caller.
-        Ok(!self.is_gone(to)
+        Ok(self.held.is_empty()
+            && !self.is_gone(to)
             && !self.outgoing[to].has_queue()
             && unsafe { send_short(&mut self.mailbox, to, envelope, from) }?)
     }
@@ -198,13 +203,27 @@ impl State {
 
     /// Gives a message of this rank to a receive of this rank.
     fn pass(&mut self, send: Send, receive: Receive) {
-        let me = self.peers.world[self.me];
-        let result = self.status(&receive, me, send.envelope).inspect(|_| {
-            // SAFETY: whoever started the two keeps the memory valid; the message fits.
-            unsafe { receive.into.copy_from(&send.from) };
-        });
+        // SAFETY: whoever started the two keeps the memory valid; the message fits.
+        let copy = |into: &Spans| unsafe { into.copy_from(&send.from) };
+        self.take_data(receive, self.peers.world[self.me], send.envelope, copy);
         self.finished.push((send.request, Ok(send.status)));
-        self.finished.push((receive.request, result));
+    }
+
+    /// Gives a receive a message of rank `world` of the job whose data is here: `write` copies it.
+    #[inline]
+    pub(super) fn take_data(
+        &mut self,
+        mut receive: Receive,
+        world: usize,
+        envelope: Envelope,
+        write: impl FnOnce(&Spans),
+    ) {
+        let result = self.status(&receive, world, envelope).and_then(|status| {
+            receive.into.make_host_memory(status.bytes)?;
+            write(&receive.into);
+            Ok(status)
+        });
+        self.finished.received(receive, result);
     }
 
     /// Starts a receive.
@@ -213,19 +232,17 @@ impl State {
         while let Some((from, _, Early { envelope, body })) = self.matching.message_for(context, pattern) {
             match body {
                 Body::Data(data) => {
-                    let result = self.status(&receive, from, envelope).inspect(|_| {
-                        // SAFETY: the caller of the receive keeps its memory valid; the message fits.
-                        unsafe { receive.into.write(0, data.as_ptr(), data.len()) };
-                    });
-                    self.finished.push((receive.request, result));
+                    // SAFETY: the caller of the receive keeps its memory valid; the message fits.
+                    let write = |into: &Spans| unsafe { into.write(0, data.as_ptr(), data.len()) };
+                    self.take_data(receive, from, envelope, write);
                 }
                 Body::Own(send) => self.pass(*send, receive),
-                Body::Long(long) => {
+                Body::Long(long, exported) => {
                     let Some(local) = self.peers.local(from) else { continue };
                     if self.is_aborted(local, long) {
                         continue;
                     }
-                    self.start_long(receive, local, envelope, long);
+                    self.start_long(receive, local, envelope, long, &exported);
                 }
                 Body::Remote(id) => self.start_remote(receive, from, envelope, id),
             }
@@ -283,20 +300,43 @@ impl State {
     }
 
     /// Gives a long message to a receive.
-    fn start_long(&mut self, receive: Receive, from: usize, envelope: Envelope, long: LongEnvelope) {
-        match self.status(&receive, self.peers.world[from], envelope) {
+    fn start_long(
+        &mut self,
+        mut receive: Receive,
+        from: usize,
+        envelope: Envelope,
+        long: LongEnvelope,
+        exported: &[u8],
+    ) {
+        let world = self.peers.world[from];
+        let accepted = self.status(&receive, world, envelope).and_then(|status| {
+            // The memory of a rank that has ended may be gone.
+            let opens = receive.into.is_on_device() && self.gone(from).is_none();
+            if !opens || !receive.into.open(world, exported, status.bytes) {
+                receive.into.make_host_memory(status.bytes)?;
+            }
+            Ok(status)
+        });
+        match accepted {
             Ok(status) => {
                 let State { incoming, mailbox, finished, .. } = self;
                 incoming[from].start(mailbox, from, long, receive, status, finished);
-                if incoming[from].is_copying() && !self.copying.contains(&from) {
-                    self.copying.push(from);
-                }
+                self.note_copying(from);
             }
             Err(error) => {
                 // The send has succeeded, as a short one would have.
                 let _noted = change(&mut self.mailbox, from, long.slot as usize, LongState::Announced, LongState::Done);
                 self.finished.push((receive.request, Err(error)));
             }
+        }
+    }
+
+    /// Notes a rank from or for which something is being copied, which needs looks.
+    #[inline]
+    fn note_copying(&mut self, rank: usize) {
+        let copies = self.incoming[rank].is_copying() || self.outgoing[rank].is_staging;
+        if copies && !self.copying.contains(&rank) {
+            self.copying.push(rank);
         }
     }
 
@@ -312,20 +352,18 @@ impl State {
         let world = self.peers.world[from];
         let Some(receive) = self.receive_for(envelope.context, world, envelope.tag) else {
             let body = match long {
-                Some(long) => Body::Long(long),
+                Some(long) => Body::Long(long, message.exported(&long).into()),
                 // SAFETY: the cell has these bytes.
                 None => Body::Data(unsafe { std::slice::from_raw_parts(message.data, total) }.into()),
             };
             return self.keep(world, Early { envelope, body });
         };
         if let Some(long) = long {
-            return self.start_long(receive, from, envelope, long);
+            return self.start_long(receive, from, envelope, long, message.exported(&long));
         }
-        let result = self.status(&receive, world, envelope).inspect(|_| {
-            // SAFETY: the cell has these bytes; whoever started the receive keeps its memory valid; the message fits.
-            unsafe { receive.into.write(0, message.data, total) };
-        });
-        self.finished.push((receive.request, result));
+        // SAFETY: the cell has these bytes; whoever started the receive keeps its memory valid; the message fits.
+        let write = |into: &Spans| unsafe { into.write(0, message.data, total) };
+        self.take_data(receive, world, envelope, write);
     }
 
     /// Gives the cell of the message that was peeked at back to its sender.
@@ -378,13 +416,16 @@ impl State {
         if outgoing.is_idle() {
             return moved;
         }
-        moved | outgoing.advance(&mut self.mailbox, rank, &mut self.finished)
+        let moved = moved | outgoing.advance(&mut self.mailbox, rank, &mut self.finished);
+        self.note_copying(rank);
+        moved
     }
 
     /// Does what can be done with the ranks that have given notice; returns whether that was anything.
     #[inline]
     pub fn look(&mut self) -> bool {
         let mut moved = self.awaits_network() && self.look_at_network();
+        moved |= self.awaits_device() && self.look_at_devices();
         for word in 0..self.incoming.len().div_ceil(64) {
             let mut bits = self.mailbox.header(self.me).notices(word);
             while bits != 0 {
@@ -395,9 +436,10 @@ impl State {
         if !self.copying.is_empty() {
             for from in std::mem::take(&mut self.copying) {
                 moved |= self.incoming[from].advance(&mut self.mailbox, from, &mut self.finished);
-                if self.incoming[from].is_copying() && !self.copying.contains(&from) {
-                    self.copying.push(from);
+                if self.outgoing[from].is_staging {
+                    moved |= self.outgoing[from].advance(&mut self.mailbox, from, &mut self.finished);
                 }
+                self.note_copying(from);
             }
         }
         moved

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::endings::failure;
-use super::incoming::{Body, Early, Receive};
-use super::message::Status;
-use super::outgoing::Send;
+use super::incoming::{Body, Early};
+use super::message::{Spans, Status};
+use super::pending::{Receive, Send};
 use super::progress::State;
 use super::remote::{Arrival, HEADER_BYTES, Remote};
 use crate::error::Error;
@@ -68,11 +68,9 @@ impl State {
                 let data = &buffer.as_slice()[HEADER_BYTES..HEADER_BYTES + total];
                 match self.receive_for(envelope.context, from, envelope.tag) {
                     Some(receive) => {
-                        let result = self.status(&receive, from, envelope).inspect(|_| {
-                            // SAFETY: the caller of the receive keeps its memory valid; the message fits.
-                            unsafe { receive.into.write(0, data.as_ptr(), total) };
-                        });
-                        self.finished.push((receive.request, result));
+                        // SAFETY: the caller of the receive keeps its memory valid; the message fits.
+                        let write = |into: &Spans| unsafe { into.write(0, data.as_ptr(), total) };
+                        self.take_data(receive, from, envelope, write);
                     }
                     None => {
                         self.keep(from, Early { envelope, body: Body::Data(data.into()) });
@@ -94,8 +92,9 @@ impl State {
     }
 
     /// Gives a long message of another host to a receive.
-    pub(super) fn start_remote(&mut self, receive: Receive, from: usize, envelope: Envelope, id: u64) {
+    pub(super) fn start_remote(&mut self, mut receive: Receive, from: usize, envelope: Envelope, id: u64) {
         let status = self.status(&receive, from, envelope);
+        let status = status.and_then(|status| receive.into.make_host_memory(status.bytes).map(|()| status));
         let Some(remote) = &mut self.remote else {
             return self.finished.push((receive.request, Err(closed())));
         };

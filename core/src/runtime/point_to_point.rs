@@ -1,9 +1,12 @@
 //! Send and receive: the end of this process's mailboxes, made by the first use.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::state::{check_fork, started};
+use crate::collective::device::DeviceMessages;
+use crate::device::Device;
 use crate::error::Result;
 use crate::group::{Group, MessageOptions, Messenger};
 use crate::group_key::Members;
@@ -11,9 +14,13 @@ use crate::lock::lock;
 use crate::log::log_line;
 use crate::p2p::{Endpoint, Hosts, Peers, Spans, Status, Then, Transfer};
 use crate::transport::Calls;
+use crate::transport::gpu::Context;
 use crate::transport::job::Job;
 use crate::transport::mailbox::memory::ArenaMemory;
 use crate::transport::spin::MaxSpins;
+
+/// What the messages on each GPU use, by ordinal.
+static DEVICES: Mutex<BTreeMap<i32, Arc<DeviceMessages>>> = Mutex::new(BTreeMap::new());
 
 /// The end of this process's mailboxes.
 static ENDPOINT: Mutex<Option<Arc<Endpoint>>> = Mutex::new(None);
@@ -86,7 +93,29 @@ pub(super) fn close(job: &Arc<Job>, answers: bool) -> Closed {
     if let Some(Err(error)) = endpoint.as_ref().map(|endpoint| endpoint.close()) {
         log_line(&error.to_string());
     }
+    drop(std::mem::take(&mut *lock(&DEVICES)));
     Closed(endpoint)
+}
+
+/// Puts the memory of a message that starts now on `device`.
+///
+/// # Errors
+/// Those of the device; if the process may not send.
+#[cold]
+pub fn place_on(spans: &mut Spans, device: Device) -> Result<()> {
+    check_fork()?;
+    let path = started(|runtime| Ok(runtime.config.device.path))?;
+    let mut devices = lock(&DEVICES);
+    let messages = match devices.get(&device.ordinal) {
+        Some(messages) => Arc::clone(messages),
+        None => {
+            let made = Arc::new(DeviceMessages::new(&Context::for_device(device.ordinal)?, path)?);
+            Arc::clone(devices.entry(device.ordinal).or_insert(made))
+        }
+    };
+    drop(devices);
+    spans.set_device(Box::new(messages.memory(device)?));
+    Ok(())
 }
 
 /// Starts to send `from`, as [`Endpoint::send`].

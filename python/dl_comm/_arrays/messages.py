@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dl_comm._arrays.arguments import checked_rank, checked_source, checked_tag, host_arrays_of
+from dl_comm._arrays.arguments import arrays_of, checked_rank, checked_source, checked_tag
+from dl_comm._arrays.cuda_arrays import in_core
 from dl_comm._arrays.groups import given
 from dl_comm._arrays.work import Status, Work, limit
 from dl_comm._base.checks import checked_flag, checked_name
@@ -15,12 +16,20 @@ from dl_comm._base.made import made
 from dl_comm._base.table import Recv, Send, SendRecv
 
 
+def _sent(x: Any) -> Any:
+    return in_core(arrays_of(x)[0], None)[0]
+
+
+def _received(out: Any) -> Any:
+    return in_core(None, arrays_of(out, "out")[0])[1]
+
+
 @made(Send)
 def send(x: Any, dest: int, tag: int, common: tuple[Any, ...]) -> Any:
     group, name, timeout, async_op = common
     members = given(group)
     checked_name(name)
-    message = (host_arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(tag), name, limit(timeout))
+    message = (_sent(x), checked_rank(dest, members, "dest"), checked_tag(tag), name, limit(timeout))
     if checked_flag("async_op", async_op):
         return Work(members.handle.send(message), lambda _: None)
     members.handle.send_receive(message, None)
@@ -32,7 +41,7 @@ def recv(out: Any, source: int | None, tag: int | None, common: tuple[Any, ...])
     group, name, timeout, async_op = common
     members = given(group)
     checked_name(name)
-    message = (host_arrays_of(out, "out")[0], checked_source(source, members), checked_tag(tag), name, limit(timeout))
+    message = (_received(out), checked_source(source, members), checked_tag(tag), name, limit(timeout))
     if checked_flag("async_op", async_op):
         return Work(members.handle.receive(message), lambda handle: Status(*handle.status()))
     return Status(*members.handle.send_receive(None, message))
@@ -51,6 +60,6 @@ def sendrecv(
     group, name, timeout = common
     checked_name(name)
     members, seconds = given(group), limit(timeout)
-    sent = (host_arrays_of(x)[0], checked_rank(dest, members, "dest"), checked_tag(send_tag), name, seconds)
-    received = (host_arrays_of(out, "out")[0], checked_source(source, members), checked_tag(recv_tag), name, seconds)
+    sent = (_sent(x), checked_rank(dest, members, "dest"), checked_tag(send_tag), name, seconds)
+    received = (_received(out), checked_source(source, members), checked_tag(recv_tag), name, seconds)
     return Status(*members.handle.send_receive(sent, received))

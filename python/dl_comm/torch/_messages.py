@@ -1,4 +1,4 @@
-"""Send and receive of torch tensors. Messages of GPU tensors go through host memory.
+"""Send and receive of torch tensors, in host memory or on a GPU.
 
 Thread rule: any thread may call every function; they wait without the GIL.
 """
@@ -16,13 +16,13 @@ from dl_comm._base.made import Variant, made
 from dl_comm._base.table import Recv, Send, SendRecv
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import call_name, carried, checked_rank, checked_tag, place, refuse_gradients, tensors_of
-from dl_comm.torch._work import Handle, Work
+from dl_comm.torch._work import Work
 
 _ANY = -1
 _SEND, _RECEIVE = _ops.ops.send_start.default, _ops.ops.recv_start.default
 
 
-_NOTE = Variant(note="Not differentiable. Messages of GPU tensors go through host memory.", library="torch")
+_NOTE = Variant(note="Not differentiable.", library="torch")
 
 
 @made(Send, _NOTE)
@@ -33,8 +33,7 @@ def send(x: Any, dest: int, tag: int, common: tuple[Any, ...]) -> Any:
     refuse_gradients(tensors, "send")
     tensors, _ = carried(tensors)
     arguments = (place(group)[0], checked_rank(dest, "dest"), checked_tag(tag), call_name(name), seconds(timeout))
-    copies = [tensor if _on_host(tensor) else tensor.cpu() for tensor in tensors]
-    work: Work[None] = Work(_ops.call(_SEND, copies, *arguments), lambda _: None)
+    work: Work[None] = Work(_ops.call(_SEND, tensors, *arguments), lambda _: None)
     return work if async_op else work.wait()
 
 
@@ -47,43 +46,9 @@ def recv(out: Any, source: int | None, tag: int | None, common: tuple[Any, ...])
     peer = _ANY if source is None else checked_rank(source, "source")
     arguments = (place(group)[0], peer, _ANY if tag is None else checked_tag(tag), call_name(name), seconds(timeout))
     tensors, _ = carried(tensors)
-    copies = [tensor if _on_host(tensor) else _host_copy(tensor) for tensor in tensors]
-    copied = False
-
-    def ended(handle: Handle) -> Status:
-        nonlocal copied
-        status = Status(*handle.status())
-        if not copied:
-            _upload(tensors, copies, status.bytes)
-        copied = True
-        return status
-
-    work = Work(_ops.call(_RECEIVE, copies, *arguments), ended)
+    work = Work(_ops.call(_RECEIVE, tensors, *arguments), lambda handle: Status(*handle.status()))
     torch.autograd.graph.increment_version(tensors)
     return work if async_op else work.wait()
-
-
-def _on_host(tensor: torch.Tensor) -> bool:
-    if tensor.is_meta:
-        raise ArgumentError("a tensor is on the meta device and has no values")
-    return tensor.device.type == "cpu"
-
-
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory for what a tensor receives."""
-    if not tensor.is_contiguous():
-        raise ArgumentError("out is not contiguous: receive into a contiguous tensor")
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def _upload(tensors: list[torch.Tensor], copies: list[torch.Tensor], received: int) -> None:
-    """Copy the first `received` bytes of the copies to their tensors."""
-    with torch.no_grad():
-        for tensor, copy in zip(tensors, copies, strict=True):
-            length = min(tensor.nbytes, received)
-            received -= length
-            if copy is not tensor and length:
-                tensor.view(-1).view(torch.uint8)[:length].copy_(copy.view(-1).view(torch.uint8)[:length])
 
 
 @made(SendRecv, _NOTE)

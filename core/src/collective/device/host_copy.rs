@@ -53,24 +53,41 @@ impl HostCopies {
         &self.context
     }
 
-    /// A pinned buffer of at least `len` bytes: the shortest that fits, after its copies, or a new one.
+    /// The stream of copies to the host.
+    pub(super) fn downloads(&self) -> &Stream {
+        &self.download
+    }
+
+    /// The stream of copies to the GPU.
+    pub(super) fn uploads(&self) -> &Stream {
+        &self.upload
+    }
+
+    /// A pinned buffer of at least `len` bytes for downloads: the shortest that fits, after its copies, or a new one.
     fn take(self: &Arc<Self>, len: usize) -> Result<Lease> {
+        let mut lease = self.take_if(len, |_| true)?;
+        if let Some(end) = lease.pinned.as_mut().and_then(|pinned| pinned.busy_until.take()) {
+            self.download.wait(&end)?;
+        }
+        Ok(lease)
+    }
+
+    /// As [`HostCopies::take`], without copies under way.
+    pub(super) fn take_free(self: &Arc<Self>, len: usize) -> Result<Lease> {
+        self.take_if(len, Pinned::is_free)
+    }
+
+    fn take_if(self: &Arc<Self>, len: usize, fits: impl Fn(&Pinned) -> bool) -> Result<Lease> {
         let mut kept = lock(&self.kept);
-        let fits = kept.iter().enumerate().filter(|(_, pinned)| pinned.memory.bytes() >= len);
-        let found = fits.min_by_key(|(_, pinned)| pinned.memory.bytes()).map(|(index, _)| index);
+        let found = kept.iter().enumerate().filter(|(_, pinned)| pinned.memory.bytes() >= len && fits(pinned));
+        let found = found.min_by_key(|(_, pinned)| pinned.memory.bytes()).map(|(index, _)| index);
         let found = found.map(|index| kept.swap_remove(index));
         drop(kept);
-        let pinned = match found {
-            Some(Pinned { memory, busy_until }) => {
-                busy_until.map_or(Ok(()), |end| self.download.wait(&end))?;
-                Pinned { memory, busy_until: None }
-            }
-            None => {
-                let len = len.max(1).next_power_of_two().min(len.max(1).next_multiple_of(HUGE_PAGE));
-                Pinned { memory: PinnedHostBuffer::new(&self.context, len)?, busy_until: None }
-            }
+        let new = || {
+            let len = len.max(1).next_power_of_two().min(len.max(1).next_multiple_of(HUGE_PAGE));
+            Ok(Pinned { memory: PinnedHostBuffer::new(&self.context, len)?, busy_until: None })
         };
-        Ok(Lease { home: Arc::clone(self), pinned: Some(pinned) })
+        Ok(Lease { home: Arc::clone(self), pinned: Some(found.map_or_else(new, Ok)?) })
     }
 
     /// Keeps a buffer. Frees the shortest ones that are free if there are too many bytes.
@@ -154,19 +171,19 @@ impl Drop for HostCopies {
 }
 
 /// A buffer in use, which goes back to where it came from.
-struct Lease {
+pub(super) struct Lease {
     home: Arc<HostCopies>,
     pinned: Option<Pinned>,
 }
 
 impl Lease {
-    fn memory(&self) -> Result<*mut u8> {
+    pub(super) fn memory(&self) -> Result<*mut u8> {
         let pinned = self.pinned.as_ref().ok_or_else(|| Error::Internal("a pinned buffer is gone".into()))?;
         Ok(pinned.memory.memory())
     }
 
     /// The buffer is free after this event. Without one nobody can know, and it is never used again.
-    fn set_busy_until(&mut self, end: Result<Event>) {
+    pub(super) fn set_busy_until(&mut self, end: Result<Event>) {
         match (end, &mut self.pinned) {
             (Ok(end), Some(pinned)) => pinned.busy_until = Some(end),
             _ => std::mem::forget(self.pinned.take()),

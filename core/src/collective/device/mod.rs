@@ -25,6 +25,7 @@ mod ipc_blocks;
 mod ipc_flags;
 mod ipc_multi_host;
 mod ipc_peers;
+mod messages;
 mod nccl;
 mod nccl_steps;
 mod path;
@@ -36,6 +37,7 @@ mod streams;
 
 pub use device_path::DevicePath;
 pub use host_copy::{HostCopies, HostCopy};
+pub use messages::DeviceMessages;
 pub use nccl::NcclPath;
 pub use release::StreamRelease;
 pub use settings::{DeviceSettings, PathSetting};

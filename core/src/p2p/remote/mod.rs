@@ -16,9 +16,8 @@ pub use self::header::HEADER_BYTES;
 use self::header::{MessageHeader, MessageKind};
 pub use self::port::Hosts;
 use self::port::{Event, PART_BYTES, Part, Port, SHORT_BYTES};
-use super::incoming::Receive;
 use super::message::{Spans, Status};
-use super::outgoing::{Finished, Send};
+use super::pending::{Finished, Receive, Send};
 use crate::error::{Error, Result};
 use crate::transport::mailbox::ring::Envelope;
 use crate::transport::memory::Aligned;
@@ -346,7 +345,7 @@ impl Remote {
         if incoming.received == incoming.status.bytes {
             let Incoming { status, receive, .. } = list.remove(index);
             self.drop_long(part.from, part.id);
-            finished.push((receive.request, Ok(status)));
+            finished.received(receive, Ok(status));
         }
     }
 

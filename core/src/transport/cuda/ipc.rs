@@ -78,23 +78,39 @@ impl IpcExports {
     ) -> ExportUpdates {
         let alive: BTreeSet<u64> = self.known.values().map(|export| export.id).collect();
         posted.reported.retain(|id| alive.contains(id));
-        let is_known = |(id, ranks): &(&u64, &BTreeSet<usize>)| {
-            !alive.contains(id) && peers.iter().any(|peer| ranks.contains(peer))
-        };
-        let removed: Vec<u64> = self.reported.iter().filter(is_known).map(|(&id, _)| id).take(max_updates).collect();
-        for id in &removed {
-            if let Some(ranks) = self.reported.get_mut(id) {
-                ranks.retain(|rank| !peers.contains(rank));
-            }
-        }
-        self.reported.retain(|_, ranks| !ranks.is_empty());
+        let removed = self.freed(peers, max_updates);
+        self.forget_reported(&removed, peers);
         let mut added: Vec<ExportedAllocation> =
             used.values().filter(|export| !posted.reported.contains(&export.id)).copied().collect();
         let complete = added.len() <= max_updates;
         added.truncate(max_updates);
         posted.reported.extend(added.iter().map(|export| export.id));
-        added.iter().for_each(|export| self.reported.entry(export.id).or_default().extend(peers));
+        self.note(added.iter().map(|export| export.id), peers);
         ExportUpdates { added, removed, complete }
+    }
+
+    /// At most `max` ids of freed allocations that were reported to one of the ranks `peers` of the job.
+    pub fn freed(&self, peers: &[usize], max: usize) -> Vec<u64> {
+        let alive: BTreeSet<u64> = self.known.values().map(|export| export.id).collect();
+        let is_known = |(id, ranks): &(&u64, &BTreeSet<usize>)| {
+            !alive.contains(id) && peers.iter().any(|peer| ranks.contains(peer))
+        };
+        self.reported.iter().filter(is_known).map(|(&id, _)| id).take(max).collect()
+    }
+
+    /// The ranks `peers` of the job get to know these ids.
+    pub fn note(&mut self, ids: impl Iterator<Item = u64>, peers: &[usize]) {
+        ids.for_each(|id| self.reported.entry(id).or_default().extend(peers));
+    }
+
+    /// The ranks `peers` of the job know that these are freed.
+    pub fn forget_reported(&mut self, ids: &[u64], peers: &[usize]) {
+        for id in ids {
+            if let Some(ranks) = self.reported.get_mut(id) {
+                ranks.retain(|rank| !peers.contains(rank));
+            }
+        }
+        self.reported.retain(|_, ranks| !ranks.is_empty());
     }
 
     /// The export that contains the `len` bytes at `address`; creates it if necessary. `None` if CUDA IPC cannot export

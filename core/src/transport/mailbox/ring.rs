@@ -51,7 +51,9 @@ pub struct LongEnvelope {
     /// The offset of the data in the sender's shared memory, plus 1; 0 if they are not there.
     pub place: u64,
     /// The index of its [`LongState`] in the ring.
-    pub slot: u64,
+    pub slot: u32,
+    /// Bytes after the first line: what the receiver needs to open the data, if they are in the memory of a device.
+    pub exported: u32,
     /// The address of the data in the sender's process; 0 if they are in several pieces.
     pub address: u64,
 }
@@ -221,12 +223,19 @@ impl RingSender {
         self.next = self.next.wrapping_add(1);
     }
 
-    /// Announces a long message. The caller then rings for the receiver.
+    /// Announces a long message, with up to [`CELL_BYTES`] of `exported`. The caller then rings for the receiver.
     ///
     /// # Safety
     /// There is room.
-    pub unsafe fn announce(&mut self, envelope: Envelope, long: LongEnvelope) {
+    pub unsafe fn announce(&mut self, envelope: Envelope, long: LongEnvelope, exported: &[u8]) {
+        debug_assert!(exported.len() <= CELL_BYTES && exported.len() == long.exported as usize);
         let envelope = Envelope { kind: LONG, ..envelope };
+        if !exported.is_empty() {
+            let data = self.ring.cell(self.next).data.get().cast::<u8>();
+            check_write(data, exported.len());
+            // SAFETY: the cell has room, so it belongs to the sender.
+            unsafe { data.copy_from_nonoverlapping(exported.as_ptr(), exported.len()) };
+        }
         // SAFETY: guaranteed by the caller; the announcement fits the line, which is aligned for it.
         unsafe { self.send(envelope, size_of::<LongEnvelope>(), |to| to.cast::<LongEnvelope>().write(long)) };
     }
@@ -244,6 +253,8 @@ pub struct Arrived {
     pub envelope: Envelope,
     /// The data, or the [`LongEnvelope`].
     pub data: *const u8,
+    /// What is after the first line.
+    rest: *const u8,
 }
 
 impl Arrived {
@@ -253,6 +264,16 @@ impl Arrived {
         check_read(self.data, size_of::<LongEnvelope>());
         // SAFETY: written by `announce`.
         unsafe { self.data.cast::<LongEnvelope>().read() }
+    }
+
+    /// What was exported with the announcement `long`.
+    pub fn exported(&self, long: &LongEnvelope) -> &[u8] {
+        let len = (long.exported as usize).min(CELL_BYTES);
+        if len > 0 {
+            check_read(self.rest, len);
+        }
+        // SAFETY: the cell has these bytes.
+        unsafe { std::slice::from_raw_parts(self.rest, len) }
     }
 }
 
@@ -278,8 +299,9 @@ impl RingReceiver {
         // SAFETY: the cell is ready.
         let envelope = unsafe { cell.envelope.get().read() };
         let in_line = envelope.kind == LONG || envelope.total <= LINE_BYTES as u64;
-        let data = if in_line { cell.line.get().cast::<u8>() } else { cell.data.get().cast::<u8>() };
-        Some(Arrived { envelope, data })
+        let rest = cell.data.get().cast::<u8>().cast_const();
+        let data = if in_line { cell.line.get().cast::<u8>() } else { rest };
+        Some(Arrived { envelope, data, rest })
     }
 
     /// Gives the cell of the peeked message back. Returns whether the sender waits for room, and must be rung for.
