@@ -400,9 +400,10 @@ int dl_comm_join(const dl_comm_group_t* group, double timeout, int* last);
 #define DL_COMM_ANY_TAG (-1)
 
 /* A message. Set it to zero bytes and `size` to sizeof(dl_comm_message_t) first: later versions add fields at the end.
- * - `buffers`: tensors of any element types, sent one after the other: the `src` of a send, the `dst` of a receive. A received message may be shorter; dl_comm_work_status tells its length. A longer one, or one of other
- * element types (DL_COMM_ERROR_MISMATCH), is an error of the receive, which writes nothing; the message is dropped, and
- * the send succeeds.
+ * - `buffers`: tensors of any element types, sent one after the other: the `src` of a send, the `dst` of a receive. A
+ *   received message may be shorter; dl_comm_work_status tells its length. A longer one, or one of other element types
+ *   (DL_COMM_ERROR_MISMATCH), is an error of the receive, which writes nothing; the message is dropped, and the send
+ *   succeeds.
  * - `peer`: the other rank of the group. `tag`: from 0.
  * - `name`: for error messages; may be NULL.
  * - `timeout`: the deadline in seconds; 0 for the group's, negative for none. A send or receive whose deadline has

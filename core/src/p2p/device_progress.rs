@@ -88,9 +88,8 @@ fn prepare(held: &mut Held, me: usize) -> Result<bool> {
     Ok(true)
 }
 
-/// Ends the sends that wait for their device, and the receives whose data is on its way to it, for which the functions have an
-/// error. The first gets the receiver's rank in
-/// the job.
+/// Ends the sends that wait for their device, and the receives whose data is on its way to it, for which the functions have
+/// an error. The first gets the receiver's rank in the job.
 pub(super) fn fail_on_devices(
     held: &mut Vec<Held>,
     finished: &mut Finished,
