@@ -407,16 +407,16 @@ int dl_comm_join(const dl_comm_group_t* group, double timeout, int* last);
  * - `peer`: the other rank of the group. `tag`: from 0.
  * - `name`: for error messages; may be NULL.
  * - `timeout`: the deadline in seconds; 0 for the group's, negative for none. A send or receive whose deadline has
- * passed ends with DL_COMM_ERROR_TIMEOUT, and so does not end others.
+ *   passed ends with DL_COMM_ERROR_TIMEOUT, and so does not end others.
  * - `done`: called once when the send or receive has ended, with 0 or an error code and its message, on the thread that
  *   completes it, which may be the caller's. It must not block, and may start others. Other threads see the end after
  *   `done` has returned.
  * - `exact`: if it is not 0, a received message must be as long as the buffers: a shorter one is an error of the
- * receive (DL_COMM_ERROR_MISMATCH), as a longer one, and writes nothing.
+ *   receive (DL_COMM_ERROR_MISMATCH), as a longer one, and writes nothing.
  * - `device`: the GPU and the stream of the tensors; NULL, or a negative ordinal: they are in host memory. Those of the
- * other rank may be elsewhere. A message starts after the work that is on the stream now; when it has ended, the GPU is
- * done with the tensors, on all streams. `block_host` has no effect. Refused (DL_COMM_ERROR_STATE) while the stream is
- * captured into a graph. */
+ *   other rank may be elsewhere. A message starts after the work that is on the stream now; when it has ended, the GPU
+ *   is done with the tensors, on all streams. `block_host` has no effect. Refused (DL_COMM_ERROR_STATE) while the
+ *   stream is captured into a graph. */
 typedef struct dl_comm_message {
   size_t size;
   const dl_comm_buffer_t* buffers;
