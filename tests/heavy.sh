@@ -81,7 +81,7 @@ random() { # random programs against a model, on every framework
 programs() { # the tests that start programs and that the gate skips
   export DL_COMM_CACHE="$PWD/build/cache" DL_COMM_TEST_EVERYTHING=1
   python -m dl_comm.build || return 1 # takes longer than a test may
-  env -u LD_LIBRARY_PATH python -m pytest -q -m heavy -n 4 --dist=loadgroup tests/single tests/horovod/programs
+  env -u LD_LIBRARY_PATH python -m pytest -q -m heavy -n 4 --timeout=900 --dist=loadgroup tests/single tests/horovod/programs
 }
 
 c10d() { # all tests of torch.distributed on up to four ranks, its faults again and again

@@ -69,11 +69,28 @@ def test_the_state_of_an_optimizer(job: Job, everywhere: bool) -> None:
 def test_messages(job: Job) -> None:
     following, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
     for count in (1, 300_001):
-        out = [torch.full((count,), -1.0, device=job.device), torch.full((2,), -1, device=job.device)]
+        out = [torch.full((count,), -1.0, device=job.device), torch.full((4,), -1.0, device=job.device)]
         status = cdl.sendrecv(torch.full((count + 2,), job.rank, device=job.device) * 1.0, following, out, before)
         assert status == (before, 0, 4 * (count + 2))
         assert (out[0] == before).all()
-        assert out[1][1] == -1, "the message is shorter"
+        assert out[1].tolist() == [before, before, -1, -1], "the message is shorter"
+
+
+@pytest.mark.parametrize("place", ["gpu", "host"])
+def test_messages_in_memory_that_is_used_again(job: Job, place: str) -> None:
+    """A long message is read after the work before it, and written before the work after it, wherever both ends are."""
+    following, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
+    sent = torch.empty(1 << 22, device=job.device)
+    out = torch.empty(1 << 22, device=job.device if place == "gpu" else "cpu")
+    for step in range(5):
+        for _ in range(20):
+            sent.fill_(-1)
+        sent.fill_(job.rank + 10 * step)
+        cdl.sendrecv(sent, following, out, before)
+        sent.fill_(-2)
+        assert (out == before + 10 * step).all(), step
+        if step == 2:
+            sent = torch.empty(1 << 22, device=job.device)
 
 
 def test_metrics(job: Job) -> None:

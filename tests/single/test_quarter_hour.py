@@ -7,6 +7,7 @@ import gzip
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from imported import TORCH, python
+from launch import launch
 
 FOLDER = Path(__file__).parent.parent / "gpu"
 CASE = {"ranks": 2, "kind": "buffer", "name": "", "dtype": "f32", "tensors": 1}
@@ -63,6 +67,19 @@ def test_a_dry_run_of_every_step(tmp_path: Path) -> None:
     assert left_out in ({}, {4: "no compute-sanitizer"})
     tests = [number for step in found["steps"] for number in step["numbers"] if number["what"] == "tests that failed"]
     assert all(number["value"] == 0 for number in tests)
+
+
+@pytest.mark.parametrize(
+    "names", ["calls streams", pytest.param("average collectives training", marks=pytest.mark.heavy)]
+)
+def test_the_tests_for_a_gpu_pass_in_host_memory(names: str) -> None:
+    """A quarter of an hour is too short to find faults of the tests."""
+    pytest.importorskip("torch")
+    files = [str(FOLDER / f"test_gpu_{name}.py") for name in names.split()]
+    command = [*python(*TORCH, run_module="pytest"), "-q", "-x", "-p", "no:cacheprovider", *files]
+    finished = launch(2, command, 200, {"DL_COMM_TEST_DEVICE": "cpu"})
+    assert finished.returncode == 0, finished.output[-4000:]
+    assert len(re.findall(r"\d+ passed", finished.output)) == 2, finished.output
 
 
 def test_the_steps_fit_a_quarter_of_an_hour(module: ModuleType) -> None:
