@@ -392,8 +392,12 @@ def test_kernels_of_the_package_need_no_compiler(fake_cuda: Path, tmp_path: Path
     compiled = run([sys.executable, "-c", program, str(kernels)], 300)
     assert compiled.output.strip() == str(len(list(kernels.iterdir()))), compiled.output
     # A GPU of 9.1 runs the machine code of 9.0.
-    paths = os.pathsep.join([str(tmp_path / "package"), environment(fake_cuda).get("PYTHONPATH", "")])
-    finished = start(fake_cuda, 2, [str(tmp_path / "kept.py")], 100, DL_COMM_CACHE=str(cache), PYTHONPATH=paths)
+    given = environment(fake_cuda)
+    paths = os.pathsep.join([str(tmp_path / "package"), given["PYTHONPATH"]])
+    # The copy does not lie where the package finds MPI.
+    libraries = os.pathsep.join([given["LD_LIBRARY_PATH"], str(Path(sys.prefix) / "lib")])
+    variables = {"DL_COMM_CACHE": str(cache), "PYTHONPATH": paths, "LD_LIBRARY_PATH": libraries}
+    finished = start(fake_cuda, 2, [str(tmp_path / "kept.py")], 100, **variables)
     assert finished.output.count("mean: 1.0") == 2, finished.output
     assert not (cache / "kernels").exists() or not list((cache / "kernels").iterdir())
 
