@@ -9,6 +9,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -17,6 +18,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
+_WHOLE_LINES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "whole_lines/sitecustomize.py")
 # It imports a package that prints a warning when the end of the interpreter does not collect its objects.
 _COLLECTED = "torch._dynamo"
 
@@ -119,8 +121,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     if os.environ.get("PYTHONUNBUFFERED"):
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=False, line_buffering=True)  # as tests/whole_lines
+        runpy.run_path(_WHOLE_LINES)
     sys.argv[sys.argv[:1] == ["-m"] :] = request["arguments"]
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

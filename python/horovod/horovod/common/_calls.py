@@ -130,6 +130,13 @@ def reduction(op: int, prescale_factor: float, postscale_factor: float) -> dict[
     return {"op": _OPERATORS[op], "prescale": float(prescale_factor), "postscale": float(postscale_factor)}
 
 
+def reduction_of_rows(op: int, prescale_factor: float, postscale_factor: float) -> dict[str, Any]:
+    """As `reduction`, of a reduce-scatter. Raises NotImplementedError of other operators than Average and Sum."""
+    if _OPERATORS.get(op) not in ("mean", "sum"):
+        raise NotImplementedError("reducescatter has the operators hvd.Average and hvd.Sum only")
+    return reduction(op, prescale_factor, postscale_factor)
+
+
 def forget() -> None:
     """At the start of a job: no names, no handles, and numbers from 0 on every rank."""
     global _numbers, _cycle_s

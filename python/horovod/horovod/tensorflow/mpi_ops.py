@@ -38,7 +38,7 @@ import dl_comm.tensorflow
 from horovod.common import _job, _names
 from horovod.common import basics as _shared
 from horovod.common._arguments import takes
-from horovod.common._calls import MATCHING, Call, reduction
+from horovod.common._calls import MATCHING, Call, reduction, reduction_of_rows
 from horovod.common._names import *  # noqa: F403 (its __all__)
 from horovod.common._names import Average, ProcessSet, Sum, global_process_set, is_initialized, rank
 from horovod.common.exceptions import HorovodInternalError
@@ -408,9 +408,7 @@ def _reducescatter(
         NotImplementedError: Another operator.
     """
     count = size_of(form.process_set.process_set_id)
-    if op not in (Average, Sum):
-        raise NotImplementedError("reducescatter has the operators hvd.Average and hvd.Sum only")
-    reduced = reduction(op, **factors)
+    reduced = reduction_of_rows(op, **factors)
 
     def forward(x: list[tf.Tensor], options: Options) -> Any:
         if any(each.shape.rank == 0 for each in x):

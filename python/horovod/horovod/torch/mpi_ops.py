@@ -32,7 +32,7 @@ import torch
 
 from horovod.common import _job, _names
 from horovod.common import basics as _shared
-from horovod.common._calls import poll, reduction, synchronize
+from horovod.common._calls import poll, reduction, reduction_of_rows, synchronize
 from horovod.common._names import *  # noqa: F403 (its __all__)
 from horovod.common._names import Average, ProcessSet, Sum, global_process_set
 from horovod.common.basics import HorovodBasics, barrier
@@ -267,11 +267,10 @@ def _reducescatter(
     """
 
     def make(given: list[torch.Tensor]) -> Any:
-        if op not in (Average, Sum):
-            raise NotImplementedError("reducescatter has the operators hvd.Average and hvd.Sum only")
+        options = reduction_of_rows(op, *factors)
         if not all(tensor.dim() for tensor in given):
             raise RuntimeError("reducescatter takes tensors with at least one axis")
-        size, options = _job.group_of(form.process_set.process_set_id).size, reduction(op, *factors)
+        size = _job.group_of(form.process_set.process_set_id).size
         if any(tensor.shape[0] % size for tensor in given):
             longer = range(size - 1, -1, -1)
             options["counts"] = [[(tensor.shape[0] + more) // size for more in longer] for tensor in given]
