@@ -677,9 +677,9 @@ const char* dl_comm_version(void);
  * - Always: "version", "library" (the file of libdl_comm), "mpi" ("library_version", "standard", "library" (its
  *   file), "initialized", "finalized", "thread_level"), "state" ("not_started", "started", "finalized"), "variables"
  * (the names of all environment variables), "unknown_variables" (set variables that begin with DL_COMM_ but are
- *   unknown, each with the nearest known name or null), and "settings" (the DL_COMM_* variables in their units) and
- *   "group_bytes" (a list: the shared memory of a group with the default threads on one host with 1, 2, 4, ..., 512
- *   ranks), or "settings_error".
+ *   unknown, each with the nearest known name or null), "group_bytes" (a list: the shared memory of a group with the
+ *   default threads on one host with 1, 2, 4, ..., 512 ranks), and "settings" (the DL_COMM_* variables in their units)
+ *   or "settings_error".
  * - "launcher": who has made this process, or the one that it is a helper of, a rank: "mpiexec" (any launcher that
  *   starts MPI), "torchrun", "kubernetes", "variables", "arguments" (dl_comm_init_address), "store", or "none"; null
  *   before.

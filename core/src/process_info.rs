@@ -42,11 +42,9 @@ pub fn process_info() -> Result<String> {
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     info["variables"] = json!(variables::KNOWN);
     info["unknown_variables"] = variables::unknown(names).into_iter().collect();
+    info["group_bytes"] = group_bytes(settings.as_ref().unwrap_or(&Config::default()));
     match settings {
-        Ok(settings) => {
-            info["settings"] = by_variable(&settings);
-            info["group_bytes"] = group_bytes(&settings);
-        }
+        Ok(settings) => info["settings"] = by_variable(&settings),
         Err(error) => info["settings_error"] = Value::String(error.to_string()),
     }
     if let Some(topology) = &overview.topology {

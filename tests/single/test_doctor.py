@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dl_comm._base.text import runs_text
-from dl_comm.doctor import _frameworks
+from dl_comm.doctor import _frameworks, _host
 from dl_comm.doctor._checks import numbers_of
 from dl_comm.doctor._launcher import launch_of, without_launcher
 from dl_comm.doctor._network import _address
@@ -182,6 +182,14 @@ def test_too_small_shared_memory_is_bad_on_two_ranks(tmp_path: Path) -> None:
     assert finished.returncode == 1, finished.output
     assert f"BAD  shared memory: {tmp_path}: tmpfs, 1 MiB" in finished.output
     assert "BAD  start: rank 0: " in finished.output
+
+
+def test_the_memory_that_a_job_needs_is_known_with_invalid_settings_too() -> None:
+    text = "from dl_comm import _dl_comm; print(_dl_comm.describe())"
+    described = json.loads(run([sys.executable, "-c", text], 60, {"DL_COMM_TIMEOUT_S": "soon"}).output)
+    assert "soon" in described["settings_error"]
+    (memory,) = (check for check in _host.check(described, 2) if check.name == "shared memory")
+    assert memory.facts["needed_bytes"] == 2 * described["group_bytes"][1] > 8 << 20
 
 
 def test_a_crashing_framework_is_bad_without_side_effects(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def check(described: dict[str, Any], local_ranks: int) -> list[Check]:
 
 def _needed(described: dict[str, Any], local_ranks: int) -> int:
     """The shared memory that a job needs on a host: the control team and one team with the default threads."""
-    by_ranks: list[int] = described.get("group_bytes", [0])
+    by_ranks: list[int] = described["group_bytes"]
     power = (max(local_ranks, 2) - 1).bit_length()
     return 2 * by_ranks[min(power, len(by_ranks) - 1)]
 

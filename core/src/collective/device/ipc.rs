@@ -13,12 +13,11 @@
 //! released ([`super::release`]). After a large call, whose outputs the other ranks write, it does nothing else.
 //! Thread rule: used by one thread; any thread may release the streams.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::batch::{Launcher, Scalars};
 use super::ipc_blocks::{Blocks, Part, elements};
-use super::ipc_flags::{EXPORT_WORDS, IpcUpdate, TensorAddresses};
+use super::ipc_flags::{EXPORT_WORDS, IpcUpdate, Located, TensorAddresses};
 use super::ipc_peers::{IpcPeers, Window, all_agree};
 use super::shm_allgather::{allgather_u64, max_words};
 use super::streams::{DeviceResult, root, signal_outputs, wait_inputs};
@@ -220,20 +219,11 @@ impl IpcPath {
     fn update(&mut self, call: &Call, max_words: usize) -> Result<IpcUpdate> {
         let mut exports = self.peers.context.exports();
         exports.sweep(SWEPT_EXPORTS);
-        let (mut used, mut addresses, mut visible) = (BTreeMap::new(), TensorAddresses::default(), true);
-        let mut alive = BTreeSet::new();
-        for tensor in call.layout.tensors() {
+        let spans = call.layout.tensors().flat_map(|tensor| {
             let (read, written) = call.tensors(0)[tensor].buffer.byte_ranges();
-            for span in [read, written] {
-                match exports.locate(span.start as u64, span.len() as u64, &mut alive)? {
-                    Some(export) => {
-                        visible &= addresses.push(span.start as u64, &export);
-                        used.insert(export.id, export);
-                    }
-                    None => visible = false,
-                }
-            }
-        }
+            [read, written].map(|span| (span.start as u64, span.len() as u64))
+        });
+        let Located { addresses, used, visible } = TensorAddresses::locate(&mut exports, spans)?;
         // Exports that do not fit follow in later calls; until then the tensors count as not visible.
         let max_exports = (max_words - 4) / (1 + EXPORT_WORDS);
         let peers: Vec<usize> = self.peers.imports.iter().map(PeerImports::rank).collect();

@@ -2,7 +2,7 @@
 //!
 //! Thread rule: any thread may use [`StreamFlags`]; the rest is plain data.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -11,7 +11,9 @@ use super::settings::SyncMode;
 use super::streams::{TEARDOWN_TIMEOUT, poll_until};
 use crate::collective::channel::Channel;
 use crate::error::{Error, Result};
-use crate::transport::gpu::{Address, Context, DeviceBuffer, ExportedAllocation, Handle, PinnedHostBuffer, Stream};
+use crate::transport::gpu::{
+    Address, Context, DeviceBuffer, ExportedAllocation, Handle, IpcExports, PinnedHostBuffer, Stream,
+};
 use crate::transport::peer_memory::PeerMemory;
 
 /// Bytes before a rank's stop flag, which hold its counter.
@@ -223,6 +225,25 @@ impl TensorAddresses {
         index >> (u64::BITS - OFFSET_BITS) == 0 && offset >> OFFSET_BITS == 0
     }
 
+    /// The addresses of `spans`, which are starts and lengths in bytes, in exports of this process.
+    ///
+    /// # Errors
+    /// Those of [`IpcExports::locate`].
+    pub fn locate(exports: &mut IpcExports, spans: impl Iterator<Item = (Address, u64)>) -> Result<Located> {
+        let mut located = Located { addresses: TensorAddresses::default(), used: BTreeMap::new(), visible: true };
+        let mut alive = BTreeSet::new();
+        for (start, len) in spans {
+            match exports.locate(start, len, &mut alive)? {
+                Some(export) => {
+                    located.visible &= located.addresses.push(start, &export);
+                    located.used.insert(export.id, export);
+                }
+                None => located.visible = false,
+            }
+        }
+        Ok(located)
+    }
+
     /// The export's id and the offset of entry `index`.
     ///
     /// # Errors
@@ -235,6 +256,15 @@ impl TensorAddresses {
         };
         find().ok_or_else(|| Error::Internal("a place is missing".into()))
     }
+}
+
+/// See [`TensorAddresses::locate`].
+pub(super) struct Located {
+    pub addresses: TensorAddresses,
+    /// The exports that they are in, by id.
+    pub used: BTreeMap<u64, ExportedAllocation>,
+    /// Whether other ranks can open all of them.
+    pub visible: bool,
 }
 
 /// A rank's message before a two-shot call: new exports, freed exports, and, if the peers can open all of its tensors,

@@ -3,11 +3,11 @@
 //! A message waits on the host for the earlier work on its stream, so that no stream of the core waits for one of the caller.
 //! Thread rule: any thread may use [`DeviceMessages`]; a [`MessageMemory`] belongs to the lock of the endpoint.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use super::host_copy::{HostCopies, Lease};
-use super::ipc_flags::{IpcUpdate, TensorAddresses};
+use super::ipc_flags::{IpcUpdate, Located, TensorAddresses};
 use super::settings::PathSetting;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -64,7 +64,7 @@ impl DeviceMessages {
             step: Some(Step::Before(caller)),
             lease: None,
             open: Vec::new(),
-            told: None,
+            reported: None,
         })
     }
 }
@@ -84,8 +84,8 @@ pub struct MessageMemory {
     lease: Option<Lease>,
     /// The pieces of another rank: addresses in this process, and lengths.
     open: Vec<(Address, usize)>,
-    /// The receiver, and the ids of freed allocations that it is told of.
-    told: Option<(usize, Vec<u64>)>,
+    /// The receiver, and the ids of freed allocations that are reported to it.
+    reported: Option<(usize, Vec<u64>)>,
 }
 
 impl MessageMemory {
@@ -105,24 +105,19 @@ impl MessageMemory {
         self.lease.as_ref().ok_or_else(|| Error::Internal("a message has no host memory".into()))?.memory()
     }
 
-    /// What rank `to` is told to open the pieces; `None` if it cannot.
+    /// What rank `to` needs to open the pieces; `None` if it cannot.
     fn update(&mut self, pieces: &[Span], to: usize) -> Result<Option<IpcUpdate>> {
         let _guard = self.home.context().push()?;
         let mut exports = self.home.context().exports();
         exports.sweep(SWEPT_EXPORTS);
-        let (mut used, mut alive) = (BTreeMap::new(), BTreeSet::new());
-        let mut addresses = TensorAddresses::default();
-        for piece in pieces {
-            let address = piece.start.addr() as Address;
-            let Some(export) = exports.locate(address, piece.len as u64, &mut alive)? else { return Ok(None) };
-            if !addresses.push(address, &export) {
-                return Ok(None);
-            }
-            used.insert(export.id, export);
+        let spans = pieces.iter().map(|piece| (piece.start.addr() as Address, piece.len as u64));
+        let Located { addresses, used, visible } = TensorAddresses::locate(&mut exports, spans)?;
+        if !visible {
+            return Ok(None);
         }
         let removed = exports.freed(&[to], MAX_FREED);
         exports.note(used.keys().copied(), &[to]);
-        self.told = Some((to, removed.clone()));
+        self.reported = Some((to, removed.clone()));
         Ok(Some(IpcUpdate { added: used.into_values().collect(), removed, addresses: Some(addresses) }))
     }
 
@@ -217,7 +212,7 @@ impl DeviceMemory for MessageMemory {
     }
 
     fn opened(&mut self) {
-        if let Some((to, freed)) = self.told.take() {
+        if let Some((to, freed)) = self.reported.take() {
             self.home.context().exports().forget_reported(&freed, &[to]);
         }
     }
