@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,13 +26,15 @@ print("noted by", rank, file=sys.stderr)
 MPI = "import sys, time, os\nimport dl_comm as mc\nmc.init()\nrank = mc.get_rank()\nprint('hello from', rank)\n"
 
 
-# A prompt is shown after a delay; a line written in pieces is shown when complete.
+# A line written in pieces is shown when complete; the prompt stays incomplete until the test has seen it.
 PIECES = """
-import time
+import os, sys, time
 for word in ("one", " line\\n", "prompt> "):
     print(word, end="")
-time.sleep(0.5)
-os.write(2, b"told")
+until = time.monotonic() + 50
+while not os.path.exists(sys.argv[1]) and time.monotonic() < until:
+    time.sleep(0.01)
+print("answered" if os.path.exists(sys.argv[1]) else "nobody saw it")
 """
 
 
@@ -53,11 +56,24 @@ def test_default_output(ranks: Runner) -> None:
     assert sorted(finished.output.splitlines()) == ["[1] noted by 1", "hello from 0", "noted by 0"]
 
 
-def test_incomplete_lines_are_shown_after_a_delay(ranks: Runner) -> None:
-    finished = ranks(
-        "import os\nif os.environ['PMI_RANK'] == '1': raise SystemExit\n" + PIECES, env={"PYTHONUNBUFFERED": ""}
-    )
-    assert finished.output == "one line\nprompt> told", finished.output
+def test_incomplete_lines_are_shown_after_a_delay(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(PIECES)
+    (log := tmp_path / "log").touch()
+
+    ended = threading.Event()
+
+    def answer() -> None:
+        while "prompt> " not in log.read_text() and not ended.wait(0.01):
+            pass
+        (tmp_path / "seen").touch()
+
+    (answering := threading.Thread(target=answer)).start()
+    command = [*RUN, "-n", "1", str(script), str(tmp_path / "seen")]
+    # dl-comm-run itself makes Python's output unbuffered.
+    finished = run(command, 60, {"PYTHONUNBUFFERED": ""}, log=log)
+    ended.set()
+    answering.join()
+    assert finished.output == "one line\nprompt> answered\n", finished.output
 
 
 def test_tags_and_a_file_for_each_rank(ranks: Runner, tmp_path: Path) -> None:
