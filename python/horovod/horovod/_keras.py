@@ -17,6 +17,7 @@ from typing import Any
 
 from horovod.common._gradients import Reducer
 from horovod.common._names import Average, Sum
+from horovod.common.elastic import VariablesState
 
 
 def keras_module() -> ModuleType:
@@ -256,3 +257,44 @@ def broadcast(variables: Sequence[Any], root_rank: int) -> None:
             broadcast_variables(variables, root_rank)
         else:
             tf.compat.v1.keras.backend.get_session().run(broadcast_global_variables(root_rank))
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """The variables of an optimizer: a property with Keras 3, else a method."""
+    found = optimizer.variables
+    return list(found() if callable(found) else found)
+
+
+class KerasState(VariablesState):
+    """A model and its optimizer, and objects as attributes.
+
+    Args:
+        model: A built model of Keras 3, on TensorFlow or torch, or of ``tf_keras``.
+        optimizer: Its optimizer; by default the one that it was compiled with. Outside of a TF1 graph its variables are
+            made here, so that all ranks have them.
+        kwargs: Objects, as of ``ObjectState``.
+
+    Raises:
+        ValueError: The model is not built, or has no optimizer.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ValueError("the model is not built: call model.build(input_shape), or the model with a batch")
+        self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
+        if self.optimizer is None:
+            raise ValueError("no optimizer: pass one, or compile the model with one")
+        session = None
+        if not _is_on_torch():
+            import tensorflow as tf
+
+            session = None if tf.executing_eagerly() else tf.compat.v1.keras.backend.get_session
+        if session is None:
+            make = getattr(self.optimizer, "build", None) or self.optimizer._create_all_weights
+            make(model.trainable_variables)
+        super().__init__(
+            lambda: [*self.model.variables, *variables_of(self.optimizer)],
+            lambda: broadcast(self._variables(), 0),
+            session,
+            **kwargs,
+        )

@@ -41,6 +41,12 @@ def fit(model, own, batch, **more):
     return model.fit(x[here], y[here], batch_size=batch, shuffle=False, verbose=0, **more)
 
 
+def copied(model):
+    other = make(0)
+    other.set_weights(model.get_weights())
+    return other
+
+
 def same(first, second):
     for a, b in zip(first.get_weights(), second.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -88,6 +94,29 @@ loaded = hvd.load_model(path)
 fit(loaded, True, 4)
 fit(model, True, 4)
 same(loaded, model)
+
+# The state of an elastic training: with the moments, as the same steps from it have the same results.
+model = make(rank)
+model.optimizer.learning_rate.assign(0.1 * (rank + 1))
+state = hvd.elastic.KerasState(model, epoch=rank, batch=0)
+state.sync()
+of_all = hvd.allgather(np.concatenate([each.reshape(-1) for each in model.get_weights()])[np.newaxis])
+np.testing.assert_array_equal(of_all[0], of_all[-1])
+callbacks = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)]
+ends = []
+for _ in range(2):
+    fit(model, True, 2, epochs=2, callbacks=callbacks)
+    assert (state.epoch, state.batch) == (2, 0)
+    ends.append(copied(model))
+    state.restore()
+    assert state.epoch == 0
+same(*ends)
+fit(model, True, 2, epochs=3, callbacks=[*callbacks, hvd.elastic.CommitStateCallback(state, batches_per_commit=100)])
+ends = [copied(model)]
+fit(model, True, 2)
+state.restore()
+same(ends[0], model)
+assert state.epoch == 3
 assert hvd.broadcast(np.array([rank]), 1)[0] == 1
 try:
     hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Adasum)
@@ -123,11 +152,12 @@ optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.Adam(0.1))
 assert type(optimizer).__name__ == "Adam"
 config = optimizer.get_config()
 assert type(optimizer).from_config(config).get_config() == config
-for name in ("KerasState", "CommitStateCallback"):
-    try:
-        getattr(hvd_keras.elastic, name)()
-    except NotImplementedError:
-        print("not yet")
+assert issubclass(hvd.elastic.TensorFlowKerasState, hvd_keras.elastic.KerasState)
+try:
+    hvd_keras.elastic.KerasState(tf.keras.Sequential([tf.keras.layers.Dense(1)]), optimizer)
+except ValueError as error:
+    assert "build" in str(error)
+    print("refused")
 print("done")
 """
 
@@ -136,5 +166,5 @@ print("done")
 @pytest.mark.parametrize("which", ["tensorflow", "tf_keras"])
 def test_tensorflow_keras(which: str) -> None:
     for output in run_ranks(TF_KERAS, 2, KERASES[which], timeout=300):
-        assert output.count("not yet") == 2
+        assert "refused" in output
         assert "done" in output

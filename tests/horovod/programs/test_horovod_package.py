@@ -98,22 +98,6 @@ def test_the_first_import_is_light() -> None:
     assert found.stdout == "[]\n"
 
 
-def test_elastic_says_that_it_comes_later() -> None:
-    import horovod.torch as hvd
-
-    @hvd.elastic.run
-    def train(state: Any) -> None:
-        pass
-
-    for use in (
-        lambda: train(None),
-        lambda: hvd.elastic.TorchState(model=None),
-        lambda: hvd.elastic.ElasticSampler([]),
-    ):
-        with pytest.raises(NotImplementedError, match="elastic"):
-            use()
-
-
 def test_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod.common import util
     from horovod.runner.common.util.env import get_env_rank_and_size

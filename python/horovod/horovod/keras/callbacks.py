@@ -49,8 +49,7 @@ class BroadcastGlobalVariablesCallback(_Callback):  # type: ignore[misc]
         if self.broadcast_done:
             return
         model, optimizer = self.model, getattr(self.model, "optimizer", None)
-        own = [] if optimizer is None else optimizer.variables
-        own = list(own() if callable(own) else own)
+        own = [] if optimizer is None else _shared.variables_of(optimizer)
         self.broadcast_done = True
         variables = [each for each in [*model.weights, *own] if id(each) not in self._local]
         _shared.broadcast(variables, self.root_rank)

@@ -1,4 +1,4 @@
-"""As `horovod.keras.elastic`: not yet."""
+"""As `horovod.keras.elastic`."""
 
 from horovod.keras import elastic as _elastic
 from horovod.keras.elastic import *  # noqa: F403 (its __all__)

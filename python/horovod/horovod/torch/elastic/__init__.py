@@ -1,4 +1,4 @@
-"""Elastic training: not yet. The names can be imported; their use raises NotImplementedError."""
+"""Elastic training with torch: its state and sampler work, ``run`` does not yet."""
 
 from horovod.common.elastic import ObjectState, run
 from horovod.torch.elastic.sampler import ElasticSampler
