@@ -93,12 +93,14 @@ def run(
 def _unbuffered(env: dict[str, str]) -> dict[str, str]:
     """``env`` so that Python keeps the output of a killed rank, and mixes no lines of several.
 
-    A test whose subject is Python's output passes an empty ``PYTHONUNBUFFERED``: then nothing is added.
+    A test whose subject is Python's output passes an empty ``PYTHONUNBUFFERED``, and has Python as users have it.
     """
+    # A launch within a launch, such as those of the gate's stages, has the folder already.
+    folders = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", _WHOLE_LINES)]
     if env.get("PYTHONUNBUFFERED") == "":
-        return {name: value for name, value in env.items() if name != "PYTHONUNBUFFERED"}
-    path = os.pathsep.join(filter(None, [_WHOLE_LINES, env.get("PYTHONPATH")]))
-    return {"PYTHONUNBUFFERED": "1", **env, "PYTHONPATH": path}
+        kept = {name: value for name, value in env.items() if name != "PYTHONUNBUFFERED"}
+        return {**kept, "PYTHONPATH": os.pathsep.join(folders)}
+    return {"PYTHONUNBUFFERED": "1", **env, "PYTHONPATH": os.pathsep.join([_WHOLE_LINES, *folders])}
 
 
 def _left(mark: str) -> tuple[str, ...]:
