@@ -68,6 +68,15 @@ PRIVATE_NAMES = (
         "torch", "_register_effectful_op", "torch._higher_order_ops.effects", "keep calls in graphs", is_checked=False
     ),
     PrivateName("torch", "_EffectType", "torch._higher_order_ops.effects", "keep calls in graphs", is_checked=False),
+    PrivateName("torch", "_disable_dynamo", "torch._compile", "keep hooks out of compiled graphs"),
+    PrivateName(
+        "torch",
+        "_dynamo_marked_constant",
+        "torch._dynamo.decorators:assume_constant_result",
+        "compile calls with a group",
+        is_used=True,
+        is_checked=False,
+    ),
     PrivateName("tensorflow", "_get_control_flow_context", "tensorflow:Graph", _XLA),
     PrivateName("tensorflow", "IsXLAContext", _CONTEXT, _XLA),
     PrivateName("tensorflow", "outer_context", _CONTEXT, _XLA),

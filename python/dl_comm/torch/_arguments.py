@@ -25,6 +25,7 @@ from dl_comm._base.checks import (
 from dl_comm._base.errors import ArgumentError, DTypeError
 from dl_comm._job import state
 from dl_comm.torch import _ops
+from dl_comm.torch._compiler import constant
 
 
 def tensors_of(x: Any, argument: str = "x") -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
@@ -140,7 +141,7 @@ def device_of(x: Any) -> str:
     return "gpu" if isinstance(first, torch.Tensor) and first.device.type != "cpu" else "cpu"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _routed(changes: int, collective: int, device: str, async_op: bool) -> tuple[int, int, int]:
     """Return what `place` returns for the group that the selector chooses. `changes` is for the compiler."""
     group = groups.given(None, collective, device=device, async_op=async_op)

@@ -31,6 +31,7 @@ from dl_comm.torch import _backward
 from dl_comm.torch._arguments import KeptGroup, refuse_lazy
 from dl_comm.torch._bucket_plan import Named
 from dl_comm.torch._collectives import allreduce
+from dl_comm.torch._compiler import uncompiled
 from dl_comm.torch._functions import broadcast_parameters
 from dl_comm.torch._reducer import own
 from dl_comm.torch._shared_grads import ALLOC_ERRORS, shared_flat
@@ -337,7 +338,7 @@ class _Averager:
     def _places(block: _Block) -> Iterable[tuple[torch.Tensor, int]]:
         return zip(block.parameters, block.places, strict=True)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def on_gradient(self, b: int, i: int) -> None:
         """Record that backward finished the gradient of parameter `i` of block `b`; start blocks that are ready."""
         block = self.blocks[b]
@@ -368,12 +369,12 @@ class _Averager:
         block.waiting.discard(i)
         self._start_blocks(lambda block: not block.waiting)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def before_end(self) -> None:
         """Start the rest at the end of backward."""
         self._start_blocks(lambda _: True)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def at_end(self) -> None:
         """Wait for all blocks at the end of backward."""
         self._pass_end = None

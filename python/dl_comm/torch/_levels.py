@@ -18,6 +18,7 @@ from dl_comm._levels.hierarchy import Levels
 from dl_comm.torch import _ops
 from dl_comm.torch._arguments import HALVES, device_of, refuse_gradients, tensors_of
 from dl_comm.torch._autograd import spread
+from dl_comm.torch._compiler import constant
 
 Step = tuple[int, tuple[int, int, int], str, float, float]
 """A collective of dl_comm.h with root 0, the place of its group, operator and factors."""
@@ -37,7 +38,7 @@ def steps_of(tensors: list[torch.Tensor], op: str, prescale: float, postscale: f
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _steps(
     changes: int, device: str, integers: bool, op: str, prescale: float, postscale: float
 ) -> tuple[Step, ...] | None:

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from dl_comm._base import cuda
 from dl_comm._base.errors import ArgumentError, DTypeError, StateError, translate
 from dl_comm._libraries import load
+from dl_comm.torch._compiler import constant
 
 _path = load.ops_library("torch")
 torch.ops.load_library(_path)  # type: ignore[no-untyped-call]
@@ -42,7 +43,7 @@ _group_of = ctypes.CDLL(_path).dl_comm_ops_group
 _group_of.argtypes = [ctypes.c_uint64, ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int32)]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def group(number: int) -> tuple[int, int]:
     """Return this process's rank in a group, and the number of its ranks."""
     rank, size = ctypes.c_int32(), ctypes.c_int32()

@@ -19,6 +19,7 @@ from dl_comm._base.private_names import check
 from dl_comm._job import state
 from dl_comm.torch import _functions, _ops
 from dl_comm.torch._bucket_plan import Named
+from dl_comm.torch._compiler import uncompiled
 from dl_comm.torch._names import ParameterNames, keep_names
 from dl_comm.torch._reducer import Communication, Reducer
 
@@ -297,7 +298,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     return (args[0], averaged, *args[2:]), kwargs
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     reducer = _reducer(optimizer)
     reducer.averaged = False

@@ -33,6 +33,7 @@ from dl_comm._job.ranks import local_size
 from dl_comm.torch import _backward, _ops
 from dl_comm.torch._bucket import Bucket, CarriedMeans
 from dl_comm.torch._bucket_plan import BucketPlan, Named, group_by_device
+from dl_comm.torch._compiler import uncompiled
 from dl_comm.torch._gradient import can_count_references
 from dl_comm.torch._names import ParameterNames
 
@@ -107,7 +108,7 @@ class Reducer:
         self._local = False
         weakref.finalize(self, _finalize, self._hooks, self._buckets, self._bucket_plan).atexit = False
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def register(self) -> None:
         """Register the current parameters for the next round. Does nothing during a round."""
         named, frozen = self.parameters()
@@ -155,7 +156,7 @@ class Reducer:
         """Make this reducer the owner of its parameters. Raises as `check_unowned`."""
         own(self, self.parameters()[0])
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def parameters_broadcast(self, places: Container[int]) -> None:
         """After a `join`: start over if the tensors at these addresses, now equal on all ranks, are its parameters."""
         if self._joins == groups.joins or not all(p.data_ptr() in places for _, p in self._planned):
@@ -165,13 +166,13 @@ class Reducer:
         self._bucket_plan.restart()
         self._build_buckets(self._planned, self._frozen)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def begin(self) -> None:
         """Begin a round with the current gradients. Does nothing during a round."""
         if not self.in_round:
             self._reset()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def before_end(self) -> None:
         """Start the remaining calls at the end of the round's last backward pass."""
         if self._passes_done + 1 == self._passes:
@@ -192,7 +193,7 @@ class Reducer:
             self._reset()
             raise
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def at_end(self) -> None:
         """Complete the round at the end of its last backward pass."""
         self._pass_end = None
@@ -200,7 +201,7 @@ class Reducer:
         if self._passes_done == self._passes:
             self.synchronize()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def synchronize(self, discard: bool = False) -> None:
         """Start the remaining calls, wait for all, and begin a new round with the current parameters.
 
@@ -265,7 +266,7 @@ class Reducer:
         finally:
             self._local = before
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def on_gradient_ready(self, index: int, i: int) -> None:
         """Record that backward finished the gradient of parameter `i` of bucket `index`; start ready buckets."""
         bucket = self._buckets[index]
@@ -302,7 +303,7 @@ class Reducer:
             self._reset()
             raise
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def on_frozen_gradient(self, name: str, parameter: torch.Tensor) -> None:
         """Record that backward produced a gradient for a frozen parameter."""
         self._record_gradient()
