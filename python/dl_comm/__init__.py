@@ -10,9 +10,9 @@ Two calls make a loop that trains on one process train on many:
 
 Start it with ``mpiexec -n 4 python script.py``; without a launcher a script is rank 0 of 1. The lists may hold NumPy
 arrays, TensorFlow or PyTorch tensors. ``dl_comm.torch``, ``dl_comm.tensorflow`` and ``dl_comm.keras`` have optimizers
-and callbacks. ``dl_comm.compat`` lists the names of the Cray PE DL Plugin and of TorchMPI; each is ``dl_comm.NAME``,
-too. Importing this package imports no framework, loads the core only on the first use of a name, and changes no handler
-of the process.
+and callbacks. ``dir(dl_comm)`` shows the main names, the reference all of them. ``dl_comm.compat`` lists those of the
+Cray PE DL Plugin and of TorchMPI; each is ``dl_comm.NAME``, too. Importing this package imports no framework, loads the
+core only on the first use of a name, and changes no handler of the process.
 
 Thread rule: any thread may call every function. All ranks must call those marked *collective*; the core matches the
 calls by signature if their order differs. No function holds the GIL while it waits.
@@ -46,4 +46,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*importlib.import_module("dl_comm._api.names").__all__, "compat"})
+    main: tuple[str, ...] = importlib.import_module("dl_comm._api.names").MAIN
+    return sorted({*main, "__version__", "compat", "timeline", "training"})

@@ -106,11 +106,23 @@ def test_every_public_name_is_on_one_page() -> None:
 @pytest.mark.parametrize("name", MODULES[: len(PLAIN)])
 def test_a_module_shows_its_names_only(name: str) -> None:
     module = importlib.import_module(name)
-    assert set(dir(module)) == {*listed_by(name), *(["compat"] if name == "dl_comm" else [])}
+    if name != "dl_comm":
+        assert set(dir(module)) == set(listed_by(name))
     assert list(module.__all__) == listed_by(name) + (unlisted.__all__ if name == "dl_comm" else [])
     # What a page lists exists, and has a text.
     for each in pages()[name]:
         assert each == "Operator" or (getattr(module, each).__doc__ or "").strip(), each
+
+
+def test_the_package_shows_its_main_names() -> None:
+    table = (ROOT / "docs/api/dl_comm.md").read_text().partition("## The main names")[2].partition("\n\n`dir")[0]
+    assert set(re.findall(r"`(\w+)`", table)) == set(api.MAIN)
+    assert set(api.MAIN) <= set(api.__all__)
+    assert set(dir(dl_comm)) == {*api.MAIN, "__version__", "compat", "timeline", "training"}
+    rows = re.findall(r"^\| (?:collectives|messages|Python objects) \| (.*) \|$", table, re.MULTILINE)
+    methods = re.findall(r"`(\w+)`", "".join(rows))
+    assert len(methods) == 15
+    assert all(callable(getattr(dl_comm.Group, name)) for name in methods)
 
 
 def test_the_type_of_operators_has_all() -> None:

@@ -80,6 +80,15 @@ else:
     from dl_comm._arrays.messages import recv, send, sendrecv
     from dl_comm.run import run
 
+MAIN = (
+    *("init", "finalize", "world", "Group", "Grid", "join", "run", "ParameterServer"),
+    *("allreduce", "reduce", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all", "broadcast", "barrier"),
+    *("send", "recv", "sendrecv", "broadcast_object", "all_gather_object", "gather_object"),
+    *("CommError", "MismatchError", "TimeoutError", "PeerLostError", "RankFailedError", "StateError"),
+    *("ArgumentError", "DTypeError", "error_of"),
+)
+"""What ``dir`` and the first table of the reference show: enough for most scripts."""
+
 __all__ = [
     "ArgumentError",
     "CommError",
