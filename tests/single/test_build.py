@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from dl_comm._libraries import build
+from installed import needs
 from launch import launch, run
 
-pytest.importorskip("torch")
+needs("torch")
 
 
 @pytest.mark.heavy

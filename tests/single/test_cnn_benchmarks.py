@@ -139,7 +139,8 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("framework", ["torch", heavy("tensorflow")])
+@pytest.mark.heavy
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_parameters_of_the_networks(framework: str) -> None:
     pytest.importorskip(framework)
     result = launch(1, [sys.executable, "-c", COUNT, str(FOLDER), framework], timeout=120, env=ENVIRONMENT)

@@ -169,11 +169,10 @@ def test_ranks_that_join(fake_cuda: Path, ranks: int, path: str) -> None:
     assert not finished.left
 
 
-@pytest.mark.parametrize(
-    ("ranks", "driver"), [(2, "ipc"), *(pytest.param(3, driver, marks=pytest.mark.heavy) for driver in DRIVERS)]
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize(("ranks", "driver"), [(2, "ipc"), *((3, driver) for driver in DRIVERS)])
 def test_results_with_other_drivers(fake_cuda: Path, tmp_path: Path, ranks: int, driver: str) -> None:
-    """The tests that cover a path, on each driver; in the gate on the usual one."""
+    """The tests that cover a path, on each driver."""
     settings = {name: str(tmp_path) if value == "DISK" else value for name, value in DRIVERS.get(driver, {}).items()}
     settings |= {**SLOW, "PATH_EXPECTED": driver.split(",")[0]}
     command = ["-m", "pytest", "-x", "-q", "-k", WAYS, str(PROGRAMS / "test_arrays.py")]

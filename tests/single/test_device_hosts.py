@@ -48,7 +48,7 @@ def test_results(fake_cuda: Path, per_host: list[int], path: str, more: dict[str
         heavy([2, 2], "ipc+staged", {}),
         heavy([3, 2], "ipc+staged", {"DL_COMM_PIPELINE_CHUNK_KB": "32"}),
         heavy([1, 1], "staged", {"FAKE_CUDA_DELAY_US": "300"}),
-        ([1, 1], "staged", {}),
+        heavy([1, 1], "staged", {}),
     ],
     ids=str,
 )

@@ -27,7 +27,8 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-@pytest.mark.parametrize("per_host", [pytest.param(1, marks=pytest.mark.heavy), 2])
+@pytest.mark.heavy  # the gate runs those of the C interface, and trains
+@pytest.mark.parametrize("per_host", [1, 2])
 def test_the_numpy_tests_pass_between_hosts(hosts: Hosts, per_host: int) -> None:
     quick = ["--deselect", f"{TESTS}/parallel/test_numpy.py::test_one_array_past_two_to_the_31_elements"]
     files = [f"{TESTS}/parallel/{name}.py" for name in ("test_numpy", "test_averages")] + ["--frameworks=numpy", *quick]

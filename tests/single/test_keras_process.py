@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from imported import python
+from installed import needs
 from launch import launch
 
-pytest.importorskip("tensorflow")
-pytest.importorskip("keras", minversion="3.0")
+needs("tensorflow", "keras")
 pytestmark = pytest.mark.xdist_group("tensorflow")
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from installed import needs
 from launch import QUIET, run
 from ranks import free_port
 
 LAUNCH = Path(__file__).resolve().parents[2] / "examples" / "launch"
 SETTINGS = {**QUIET, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 
-pytestmark = pytest.mark.skipif(
-    subprocess.run([sys.executable, "-c", "import torch.distributed"], capture_output=True, check=False).returncode
-    != 0,
-    reason="needs torch",
-)
+needs("torch")
 
 
 @pytest.mark.heavy

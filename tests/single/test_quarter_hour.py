@@ -42,6 +42,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("quarter_hour")
 
 
+@pytest.mark.heavy  # starts every step
 def test_a_dry_run_gives_json_and_a_table(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = dry_run(tmp_path, 1, 8)

@@ -73,6 +73,7 @@ def test_four_jobs_under_dl_comm_run(tmp_path: Path) -> None:
     assert "fine" in finished.output, finished.output
 
 
+@pytest.mark.heavy
 def test_four_jobs_on_two_hosts(two: Hosts, tmp_path: Path) -> None:
     """MPI carries the messages of all of them."""
     path = tmp_path / "script.py"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from installed import needs
 from tf1_script import start
 
-pytest.importorskip("tensorflow")
+needs("tensorflow")
 pytestmark = pytest.mark.xdist_group("tf1")
 
 LEAVES = """

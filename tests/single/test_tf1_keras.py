@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from imported import python
+from installed import needs
 from launch import Finished, run
 from tf1_script import QUIET, passes
 
 if not os.environ.get("DL_COMM_TEST_EVERYTHING"):
-    pytest.importorskip("tensorflow")
-    pytest.importorskip("tf_keras")
+    needs("tensorflow", "tf_keras")
 pytestmark = pytest.mark.xdist_group("tf1")
 
 PLUGIN = """

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from installed import needs
 from launch import run as run_command
 from tf1_script import QUIET, passes, start
 
-pytest.importorskip("tensorflow")
+needs("tensorflow")
 pytestmark = pytest.mark.xdist_group("tf1")
 
 NAMES = """

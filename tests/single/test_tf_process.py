@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from imported import python
+from installed import needs
 from launch import launch
 
-pytest.importorskip("tensorflow")
+needs("tensorflow")
 pytestmark = pytest.mark.xdist_group("tensorflow")
 
 

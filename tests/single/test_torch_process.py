@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from imported import TORCH, python
+from installed import needs
 from launch import launch
 
-pytest.importorskip("torch")
+needs("torch")
 pytestmark = pytest.mark.xdist_group("torch")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "torch.md"
@@ -30,7 +31,8 @@ def run(folder: Path, ranks: int, script: str, *, new: bool = False, **env: str)
     return str(result.output)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.heavy), 2])
+@pytest.mark.heavy  # the gate runs README's
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_ddp_script_of_the_documentation(tmp_path: Path, ranks: int) -> None:
     scripts = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (script,) = (script for script in scripts if "init_process_group" in script)

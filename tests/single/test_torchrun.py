@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -12,14 +11,11 @@ import pytest
 
 from dl_comm._job.torchrun import is_connected, numbers
 from hosts import Hosts
+from installed import needs
 from launch import QUIET, Finished, run
 from plain_ranks import shared_memory
 
-pytestmark = pytest.mark.skipif(
-    subprocess.run([sys.executable, "-c", "import torch.distributed"], capture_output=True, check=False).returncode
-    != 0,
-    reason="needs torch",
-)
+needs("torch")
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SETTINGS = {**QUIET, "OMP_NUM_THREADS": "1", "DL_COMM_TIMEOUT_S": "60"}
