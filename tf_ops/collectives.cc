@@ -177,7 +177,8 @@ class GroupKernel : public CollectiveKernel {
 
   void submit(const DeviceStream& target, rust::Str instance, const ViewList& list,
               std::unique_ptr<Completion> completion, std::shared_ptr<ResultBuffer>) override {
-    auto call = make_request<Collective>(options(target, call_name_, instance));
+    Collective call;
+    call.options = options(target, call_name_, instance);
     call.group = static_cast<std::uint64_t>(group_);
     call.collective = collective_;
     call.reduce = reduce_;

@@ -173,10 +173,13 @@ class CollectiveKernel : public AsyncOpKernel {
   virtual bool needs_copies() const { return false; }
 
   // The options of a call of this kernel. They refer to `name` and to this object.
-  CallOptions options(const DeviceStream& target, const std::string& name, rust::Str instance) const {
+  Options options(const DeviceStream& target, const std::string& name, rust::Str instance) const {
     // The host waits for a GPU, so that the stream continues with backward.
+    const bool block_host = true;
     // Eager calls are those of the thread that waits for them.
-    return {name, instance, labels_, caller_blocks_ && target.device < 0, timeout_, target, true, !caller_blocks_};
+    const bool caller_blocks = caller_blocks_ && target.device < 0;
+    const bool by_pool = !caller_blocks_;
+    return {name, instance, labels_, caller_blocks, by_pool, timeout_, target.device, target.stream, block_host};
   }
 
   std::string call_name_;

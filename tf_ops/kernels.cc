@@ -23,7 +23,8 @@ class GradientsKernel : public CollectiveKernel {
 
   void submit(const DeviceStream& target, rust::Str instance, const ViewList& list,
               std::unique_ptr<Completion> completion, std::shared_ptr<ResultBuffer> results) override {
-    auto call = make_request<Average>(options(target, call_name_, instance));
+    Average call;
+    call.options = options(target, call_name_, instance);
     call.team = team_;
     call.towers = static_cast<std::size_t>(towers_);
     call.owner = static_cast<std::uint64_t>(owner_);
@@ -51,9 +52,8 @@ class BroadcastKernel : public CollectiveKernel {
   void submit(const DeviceStream& target, rust::Str instance, const ViewList& list,
               std::unique_ptr<Completion> completion, std::shared_ptr<ResultBuffer>) override {
     const std::string name = call_name_ + std::string(instance);
-    auto call = make_request<Broadcast>(options(target, name, {}));
-    call.root = root_;
-    broadcast(call, list.views(), list.shapes(), std::move(completion));
+    start_collective(broadcast_of(options(target, name, {}), root_), list.views(), list.shapes(),
+                     std::move(completion));
   }
 
  private:

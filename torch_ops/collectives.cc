@@ -106,7 +106,8 @@ int32_t operator_code(const Request& request) {
 std::shared_ptr<Work> submit(const CollectiveKind& kind, const Request& request, int32_t reduce,
                              const TensorViews& views, Tensors keep, bool blocks) {
   auto work = std::make_shared<Work>(std::move(keep), views.device_stream(), -1);
-  auto call = make_request<Collective>({request.name, {}, {}, blocks, request.timeout, views.device_stream(), false});
+  Collective call;
+  call.options = options_of(request.name, {}, blocks, request.timeout, views.device_stream());
   call.group = request.group;
   call.collective = kind.code;
   call.reduce = reduce;

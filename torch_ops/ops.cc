@@ -36,7 +36,8 @@ constexpr int64_t kDonateTensors = 2;  // the caller gives up the tensors: the c
 // Describes an allreduce to the core. `call` must outlive the result, which points into it.
 Average describe_call(const Arguments& call, DeviceStream target, std::size_t towers, uint64_t owner, bool part,
                       bool timed) {
-  auto average = make_request<Average>({call.name, {}, call.labels, timed, -1, target, false});
+  Average average;
+  average.options = options_of(call.name, call.labels, timed, -1, target);
   average.team = call.number;
   average.towers = towers;
   average.owner = owner;
@@ -67,7 +68,7 @@ void average_in_place(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const TensorViews views = in_place(call);
   Average average = describe_call(call, views.device_stream(), 1, 0, false, true);
-  average.timeout = to<double>(stack[4]);
+  average.options.timeout = to<double>(stack[4]);
   start_average(average, views, call.tensors, nullptr)->wait();
 }
 
@@ -76,9 +77,8 @@ void broadcast_in_place(StableIValue* stack, uint64_t, uint64_t) {
   const TensorViews views = in_place(call);
   const auto work = std::make_shared<Work>(call.tensors, views.device_stream(), -1);
   const auto timeout = to<double>(stack[4]);
-  auto request = make_request<Broadcast>({call.name, {}, call.labels, true, timeout, views.device_stream(), false});
-  request.root = call.number;
-  broadcast(request, views.views(), views.shapes(), completion_of(work));
+  const Options options = options_of(call.name, call.labels, true, timeout, views.device_stream());
+  start_collective(broadcast_of(options, call.number), views.views(), views.shapes(), completion_of(work));
   work->wait();
 }
 
@@ -103,7 +103,7 @@ void average_new(StableIValue* stack, uint64_t, uint64_t) {
   }
   auto kept = copies ? std::make_shared<TensorResults>(results, views.device_stream()) : nullptr;
   Average average = describe_call(call, views.device_stream(), towers, 0, false, true);
-  average.timeout = to<double>(stack[5]);
+  average.options.timeout = to<double>(stack[5]);
   const auto work = start_average(average, views, std::move(keep), std::move(kept));
   const Tensors returned = work->wait().tensors;
   stack[0] = from(returned.empty() ? results : returned);

@@ -58,4 +58,10 @@ class TensorViews : public ViewList {
   bool has_device_ = false;
 };
 
+// The options of a call, which refer to the texts. On a GPU torch's stream waits for the result, the host does not.
+inline Options options_of(rust::Str name, rust::Str tensor_names, bool caller_blocks, double timeout,
+                          const DeviceStream& target) {
+  return {name, {}, tensor_names, caller_blocks, false, timeout, target.device, target.stream, false};
+}
+
 }  // namespace dl_comm::torch_ops

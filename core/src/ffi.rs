@@ -11,12 +11,14 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, guard};
 use crate::group::{BlockedCaller, CallOptions, MessageOptions, Timeout};
 use crate::lock::lock;
-use crate::p2p::{Spans, Status, Then};
-use crate::plugin::{OnResult, ResultBuffer, StepOptions};
+use crate::p2p::{Spans, Then};
+use crate::plugin::{ResultBuffer, StepOptions};
 use crate::runtime::collectives::{self, CollectiveRequest, SmallCallOptions};
 use crate::runtime::point_to_point;
-use crate::runtime::{self, CONTROL, group_of_number, group_of_team};
+use crate::runtime::{self, group_of_number};
 use crate::transport::gpu;
+
+mod completion;
 
 #[cxx::bridge(namespace = "dl_comm")]
 #[allow(missing_docs, clippy::missing_safety_doc)]
@@ -51,60 +53,54 @@ mod bridge {
         ndim: usize,
     }
 
-    /// Options of an allreduce (mean):
-    /// - `towers`: the number of replicas of the list, one after the other.
+    /// What all calls have:
     /// - `name`, `instance_id`: the ranks must agree on both; `instance_id` distinguishes calls of one name in
     ///   flight together.
-    /// - `tensor_names`: names of one tower's tensors for messages, a line each, or empty. After U+001F may follow the
-    ///   names that must be the same on all ranks, a line each; nothing there means those for messages.
+    /// - `tensor_names`: names of the tensors (of one tower) for messages, a line each, or empty. After U+001F may follow
+    ///   the names that must be the same on all ranks, a line each; nothing there means those for messages.
+    /// - `caller_blocks`: the calling thread makes no other call before this one has ended.
+    /// - `by_pool`: the calling thread is one of a pool of the framework, and makes the call for a graph.
+    /// - `timeout`: in seconds; 0 for none, negative for the group's.
+    /// - `device`, `stream`: the GPU and `cudaStream_t` of the tensors; a negative `device` means host memory. On a GPU
+    ///   the call completes once `stream` waits for the result.
+    /// - `block_host`: on a GPU, the call completes with the result, and `stream` does not wait.
+    struct Options<'a> {
+        name: &'a str,
+        instance_id: &'a str,
+        tensor_names: &'a str,
+        caller_blocks: bool,
+        by_pool: bool,
+        timeout: f64,
+        device: i32,
+        stream: usize,
+        block_host: bool,
+    }
+
+    /// An allreduce (mean) of a team:
+    /// - `towers`: the number of replicas of the list, one after the other.
     /// - `owner`: distinguishes, on this rank only, equal lists of one name, which must not share carried means.
     /// - `continues_step`: the call continues the step of the call before it, which the schedule has counted.
     /// - `return_weights`: with `results`, returns the call's own mean and the carried one separately (see
     ///   `set_weights`).
     /// - `count_wait`: whether the time until the end of the call counts as waiting.
-    /// - `caller_blocks`: the calling thread makes no other call before this one has ended.
-    /// - `by_pool`: the calling thread is one of a pool of the framework, and makes the call for a graph.
-    /// - `timeout`: in seconds; 0 for none, negative for the team's.
-    /// - `device`, `stream`: the GPU and `cudaStream_t` of the tensors; a negative `device` means host memory. On a GPU
-    ///   the call completes once `stream` waits for the result.
-    /// - `block_host`: on a GPU, the call completes with the result, and `stream` does not wait.
     struct Average<'a> {
+        options: Options<'a>,
         team: i32,
         towers: usize,
-        name: &'a str,
-        instance_id: &'a str,
-        tensor_names: &'a str,
         owner: u64,
         continues_step: bool,
         return_weights: bool,
         count_wait: bool,
-        caller_blocks: bool,
-        by_pool: bool,
-        timeout: f64,
-        device: i32,
-        stream: usize,
-        block_host: bool,
     }
 
-    /// Options of a broadcast from rank `root`; the others as in `Average`.
-    struct Broadcast<'a> {
-        root: i32,
-        name: &'a str,
-        tensor_names: &'a str,
-        caller_blocks: bool,
-        by_pool: bool,
-        timeout: f64,
-        device: i32,
-        stream: usize,
-        block_host: bool,
-    }
-
-    /// A call of a collective on a group, without a schedule; the fields that `Average` has too, as there.
-    /// - `group`: the number of `dl_comm_group_number`; 0 for the group of team 0.
+    /// A call of a collective on a group, without a schedule:
+    /// - `group`: the number of `dl_comm_group_number`; 0 for the group of team 0, `CONTROL_GROUP` for that of the
+    ///   plugin's broadcasts.
     /// - `collective`, `reduce`, `root`, `prescale`, `postscale`, `send_counts`, `receive_counts`: as in
     ///   `dl_comm_call_t`; the counts are empty for blocks of equal length.
     /// - `by_name`: as the flag DL_COMM_BY_NAME there.
     struct Collective<'a> {
+        options: Options<'a>,
         group: u64,
         collective: i32,
         reduce: i32,
@@ -113,20 +109,11 @@ mod bridge {
         postscale: f64,
         send_counts: &'a [usize],
         receive_counts: &'a [usize],
-        name: &'a str,
         by_name: bool,
-        instance_id: &'a str,
-        tensor_names: &'a str,
-        caller_blocks: bool,
-        by_pool: bool,
-        timeout: f64,
-        device: i32,
-        stream: usize,
-        block_host: bool,
     }
 
     /// A message to (`sends`) or from rank `peer` of a group, with `tag`; -1 for any source and any tag. `device` and
-    /// `stream` as in `Average`.
+    /// `stream` as in `Options`.
     struct Transfer<'a> {
         group: u64,
         sends: bool,
@@ -186,14 +173,6 @@ mod bridge {
         /// soon end.
         fn look(self: &LongWait);
 
-        /// Starts a broadcast of `tensors` from a rank.
-        unsafe fn broadcast(
-            call: &Broadcast<'_>,
-            tensors: &[TensorView],
-            shapes: &[i64],
-            completion: UniquePtr<Completion>,
-        );
-
         /// Starts a collective, or runs it to its end if the caller blocks. The `length` of a tensor is that of its shorter
         /// side, as in `dl_comm_buffer_t`.
         unsafe fn start_collective(
@@ -220,91 +199,13 @@ mod bridge {
     }
 }
 
-use std::any::Any;
 use std::sync::{Arc, Mutex};
 
 use cxx::{SharedPtr, UniquePtr};
 use smallvec::SmallVec;
 
-use bridge::{Average, Broadcast, Collective, Completion, TensorView, Transfer};
-
-/// The memory of a call, owned by an op library.
-struct OpLibraryResults(SharedPtr<bridge::ResultBuffer>);
-
-// SAFETY: by contract (completion.h), any thread may use and destroy `ResultBuffer`.
-unsafe impl Send for OpLibraryResults {}
-// SAFETY: as above.
-unsafe impl Sync for OpLibraryResults {}
-
-impl ResultBuffer for OpLibraryResults {
-    fn owner_type(&self) -> usize {
-        self.0.as_ref().map_or(0, bridge::ResultBuffer::owner_type)
-    }
-
-    fn set_weights(&self, own: f64, here: f64) {
-        if let Some(results) = self.0.as_ref() {
-            results.set_weights(own, here);
-        }
-    }
-
-    fn zeros_like(&self) -> Result<(Arc<dyn ResultBuffer>, Vec<usize>)> {
-        let mut addresses = Vec::new();
-        let blank = self.0.as_ref().map(|results| results.zeros_like(&mut addresses)).filter(|blank| !blank.is_null());
-        let blank = blank.ok_or_else(|| Error::System("there is no memory for a result".into()))?;
-        Ok((Arc::new(OpLibraryResults(blank)), addresses))
-    }
-}
-
-/// The op library's memory of a result.
-fn memory(results: Option<Arc<dyn ResultBuffer>>) -> Result<SharedPtr<bridge::ResultBuffer>> {
-    let Some(results) = results else { return Ok(SharedPtr::null()) };
-    let any: Arc<dyn Any + Send + Sync> = results;
-    let memory = any
-        .downcast::<OpLibraryResults>()
-        .map_err(|_| Error::Internal("a mean is in the memory of another binding".into()))?;
-    Ok(memory.0.clone())
-}
-
-/// A completion that is called exactly once, even if the call is dropped.
-struct CompletionGuard(UniquePtr<Completion>);
-
-// SAFETY: by contract (completion.h), any thread may call and destroy a `Completion`.
-unsafe impl Send for CompletionGuard {}
-
-impl CompletionGuard {
-    fn finish(mut self, result: Result<SharedPtr<bridge::ResultBuffer>>) {
-        self.complete(result);
-    }
-
-    fn finish_transfer(mut self, result: Result<Status>) {
-        if let (Ok(status), Some(completion)) = (&result, self.0.as_ref()) {
-            // Ranks and tags of a group are below 2^31.
-            let number = |value: usize| i32::try_from(value).unwrap_or(-1);
-            completion.received(number(status.source), number(status.tag as usize), status.bytes);
-        }
-        self.complete(result.map(|_| SharedPtr::null()));
-    }
-
-    fn complete(&mut self, result: Result<SharedPtr<bridge::ResultBuffer>>) {
-        let completion = std::mem::replace(&mut self.0, UniquePtr::null());
-        match (completion.as_ref(), result) {
-            (None, _) => {}
-            (Some(completion), Ok(results)) => completion.done(0, "", results),
-            (Some(completion), Err(error)) => completion.done(error.code(), &error.to_string(), SharedPtr::null()),
-        }
-    }
-}
-
-impl Drop for CompletionGuard {
-    fn drop(&mut self) {
-        self.complete(Err(Error::Internal("the call was dropped".into())));
-    }
-}
-
-fn on_result(completion: UniquePtr<Completion>) -> OnResult {
-    let guard = CompletionGuard(completion);
-    Box::new(move |result| guard.finish(result.and_then(memory)))
-}
+use bridge::{Average, Collective, Completion, Options, TensorView, Transfer};
+use completion::{CompletionGuard, OpLibraryResults, on_result};
 
 /// Runs `body`. After a panic the dropped [`CompletionGuard`] has reported the error.
 fn catch(body: impl FnOnce()) {
@@ -313,6 +214,19 @@ fn catch(body: impl FnOnce()) {
         Ok(())
     });
     drop(reported);
+}
+
+fn options_of(given: &Options<'_>) -> CallOptions {
+    CallOptions {
+        name: given.name.to_owned(),
+        instance_id: given.instance_id.to_owned(),
+        tensor_names: given.tensor_names.to_owned(),
+        caller_blocks: given.caller_blocks,
+        by_pool: given.by_pool,
+        timeout: Timeout::from_seconds(given.timeout),
+        device: device(given.device, given.stream, given.block_host),
+        ..CallOptions::default()
+    }
 }
 
 fn translate(tensors: &[TensorView], shapes: &[i64]) -> Result<Vec<Tensor>> {
@@ -349,18 +263,7 @@ unsafe fn average(
 ) {
     catch(|| {
         let options = StepOptions {
-            call: CallOptions {
-                name: call.name.to_owned(),
-                instance_id: call.instance_id.to_owned(),
-                tensor_names: call.tensor_names.to_owned(),
-                caller_blocks: call.caller_blocks,
-                by_pool: call.by_pool,
-                timeout: Timeout::from_seconds(call.timeout),
-                device: device(call.device, call.stream, call.block_host),
-                counts: Counts::Even,
-                by_name: false,
-                ..CallOptions::default()
-            },
+            call: options_of(&call.options),
             done: on_result(completion),
             results: (!results.is_null()).then(|| Arc::new(OpLibraryResults(results)) as Arc<dyn ResultBuffer>),
             owner: call.owner,
@@ -405,37 +308,6 @@ fn lost_call(message: &mut String) -> i32 {
 fn add_waited(team: i32, seconds: f64) {
     // An ended team does not count any more.
     let _counted = guard(|| runtime::add_waited(team, seconds));
-}
-
-/// # Safety
-/// As for [`average`].
-unsafe fn broadcast(call: &Broadcast<'_>, tensors: &[TensorView], shapes: &[i64], completion: UniquePtr<Completion>) {
-    let guard = CompletionGuard(completion);
-    catch(|| {
-        let request = || {
-            let request = CollectiveRequest::Collective(collectives::broadcast_from(call.root)?);
-            Ok((group_of_team(CONTROL)?, request, translate(tensors, shapes)?))
-        };
-        let (group, request, tensors) = match request() {
-            Ok(parts) => parts,
-            Err(error) => return guard.finish(Err(error)),
-        };
-        let options = CallOptions {
-            name: call.name.to_owned(),
-            instance_id: String::new(),
-            tensor_names: call.tensor_names.to_owned(),
-            caller_blocks: call.caller_blocks,
-            by_pool: call.by_pool,
-            timeout: Timeout::from_seconds(call.timeout),
-            device: device(call.device, call.stream, call.block_host),
-            counts: Counts::Even,
-            by_name: false,
-            ..CallOptions::default()
-        };
-        let done = Box::new(move |result: Result<()>| guard.finish(result.map(|()| SharedPtr::null())));
-        // SAFETY: the caller's promise.
-        unsafe { collectives::submit(&group, request, tensors, options, done) };
-    });
 }
 
 /// See the bridge.
@@ -483,26 +355,15 @@ unsafe fn start_collective(
             Ok(parts) => parts,
             Err(error) => return guard.finish(Err(error)),
         };
-        let device = device(call.device, call.stream, call.block_host);
-        let timeout = Timeout::from_seconds(call.timeout);
-        let waits_here = call.caller_blocks && device.is_none();
-        let small = (call.instance_id.is_empty() && counts == Counts::Even).then_some(SmallCallOptions {
-            name: call.name,
+        let given = &call.options;
+        let waits_here = given.caller_blocks && given.device < 0;
+        let is_plain = given.instance_id.is_empty() && given.tensor_names.is_empty() && counts == Counts::Even;
+        let small = is_plain.then(|| SmallCallOptions {
+            name: given.name,
             by_name: call.by_name,
-            timeout,
+            timeout: Timeout::from_seconds(given.timeout),
         });
-        let options = || CallOptions {
-            name: call.name.to_owned(),
-            by_name: call.by_name,
-            instance_id: call.instance_id.to_owned(),
-            tensor_names: call.tensor_names.to_owned(),
-            caller_blocks: call.caller_blocks,
-            by_pool: call.by_pool,
-            timeout,
-            device,
-            counts,
-            ..CallOptions::default()
-        };
+        let options = || CallOptions { by_name: call.by_name, counts, ..options_of(given) };
         if waits_here {
             // SAFETY: the caller's promise.
             let result = unsafe { collectives::run(&group, request, &views, small, || Ok(options())) };

@@ -3,8 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
-#include <type_traits>
 #include <vector>
 
 #include "dl_comm/blocks.h"
@@ -72,32 +70,21 @@ class ViewList {
   std::vector<std::size_t> receive_counts_;
 };
 
-// What all calls have; ffi.rs describes the fields. It refers to the texts, which the caller keeps.
-struct CallOptions {
-  rust::Str name;
-  rust::Str instance_id;
-  rust::Str tensor_names;
-  bool caller_blocks;
-  double timeout;
-  DeviceStream target;
-  bool block_host;
-  bool by_pool = false;
-};
+// The group of the plugin's broadcasts, as the number of a `Collective`.
+constexpr uint64_t kControlGroup = ~uint64_t{0};
 
-// An Average, a Broadcast or a Collective with these options.
-template <typename Request>
-Request make_request(const CallOptions& options) {
-  Request request;
-  request.name = options.name;
-  if constexpr (!std::is_same_v<Request, Broadcast>) request.instance_id = options.instance_id;
-  request.tensor_names = options.tensor_names;
-  request.caller_blocks = options.caller_blocks;
-  request.by_pool = options.by_pool;
-  request.timeout = options.timeout;
-  request.device = options.target.device;
-  request.stream = options.target.stream;
-  request.block_host = options.block_host;
-  return request;
+// A broadcast of the plugin.
+inline Collective broadcast_of(const Options& options, int32_t root) {
+  Collective call;
+  call.options = options;
+  call.group = kControlGroup;
+  call.collective = DL_COMM_BROADCAST;
+  call.reduce = DL_COMM_SUM;  // not used
+  call.root = root;
+  call.prescale = 1;
+  call.postscale = 1;
+  call.by_name = false;
+  return call;
 }
 
 }  // namespace dl_comm

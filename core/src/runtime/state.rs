@@ -20,6 +20,9 @@ use crate::transport::rank_info::RankInfo;
 /// The team for broadcasts, barriers and allreduces outside of training.
 pub const CONTROL: i32 = -1;
 
+/// The number of that team's group, for the bindings.
+const CONTROL_GROUP: u64 = u64::MAX;
+
 /// The number of the group that `id` names where functions take a team. Its calls have no schedule.
 pub(super) fn group_number(id: i32) -> Option<u64> {
     u64::try_from(i64::from(CONTROL) - i64::from(id)).ok().filter(|&number| number > 0)
@@ -173,8 +176,10 @@ pub fn group_of_team(id: i32) -> Result<Arc<Group>> {
 /// # Errors
 /// If there is none: it was freed.
 pub fn group_of_number(number: u64) -> Result<Arc<Group>> {
-    if number == 0 {
-        return group_of_team(0);
+    match number {
+        0 => return group_of_team(0),
+        CONTROL_GROUP => return group_of_team(CONTROL),
+        _ => {}
     }
     started(|runtime| {
         let team = || runtime.teams.values().map(|team| team.group()).find(|group| group.number() == number).cloned();
