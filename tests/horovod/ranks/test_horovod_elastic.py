@@ -43,9 +43,11 @@ def equal(first: Any, second: Any) -> bool:
 
 def test_the_state_is_that_of_rank_0_and_returns_to_what_was_saved(rank: int) -> None:
     model, optimizer = of(rank)
-    state = hvd.elastic.TorchState(model, optimizer, epoch=rank, losses=[rank])
-    state.losses.append(rank + 10)
+    losses = [rank]
+    state = hvd.elastic.TorchState(model, optimizer, epoch=rank, losses=losses)
+    losses.append(rank + 10)
     state.sync()
+    assert rank or state.losses is losses
     first = of(0)
     expected = (first[0].state_dict(), first[1].state_dict(), 0, [0, 10])
     assert equal(everything(state), expected)

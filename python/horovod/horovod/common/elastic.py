@@ -100,11 +100,16 @@ class ObjectState(State):
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
-        self._saved_state = kwargs
-        ObjectState.restore(self)
+        self._take(kwargs)
 
     def _objects(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._saved_state}
+
+    def _take(self, objects: dict[str, Any]) -> None:
+        """Sets and saves them. The script may hold them, too, so they stay the same objects."""
+        self._saved_state = copy.deepcopy(objects)
+        for name, value in objects.items():
+            setattr(self, name, value)
 
     def save(self) -> None:
         """Keeps copies of the objects."""
@@ -118,8 +123,7 @@ class ObjectState(State):
     def sync(self) -> None:
         """Takes the objects of rank 0, and saves them."""
         if self._saved_state:
-            self._saved_state = self._bcast_object(self._objects())
-            ObjectState.restore(self)
+            self._take(self._bcast_object(self._objects()))
 
 
 class VariablesState(ObjectState):
