@@ -23,7 +23,10 @@ pub(super) fn check(
     config: &CallConfig,
 ) -> Result<()> {
     if op.is_barrier() {
-        return Ok(());
+        return match replicas.iter().all(Vec::is_empty) && *counts == Counts::Even {
+            true => Ok(()),
+            false => Err(Error::Invalid("a barrier takes no tensors and no counts".into())),
+        };
     }
     let ranks = config.ranks;
     if op.collective.root != Root::None && op.root >= ranks {
@@ -198,6 +201,20 @@ mod tests {
         }
         assert!(!of_rank(0, &[(64, 256), (256, 512)]), "the root sends what it has written");
         assert!(of_rank(1, &[(64, 256), (256, 512)]), "others read nothing");
+    }
+
+    #[test]
+    fn a_barrier_takes_nothing() {
+        let config = CallConfig::new(&Topology::new(0, &[0]), GroupKey::team(0), 1, 4096);
+        let passes = |replicas: &[Vec<Tensor>], counts: &Counts| {
+            check(Op::BARRIER, replicas, counts, &TensorNames::from(String::new()), &config).is_ok()
+        };
+        let tensor =
+            Tensor::new(Buffer::in_place(std::ptr::without_provenance_mut(64), usize::MAX / 2, DType::F64), &[]);
+        assert!(passes(&[], &Counts::Even));
+        assert!(passes(&[Vec::new()], &Counts::Even), "that of a call whose lengths are not known");
+        assert!(!passes(&[vec![tensor]], &Counts::Even));
+        assert!(!passes(&[], &Counts::Ranks(Vec::new())));
     }
 
     proptest! {
