@@ -73,6 +73,15 @@ def test_the_state_is_that_of_rank_0_and_returns_to_what_was_saved(rank: int) ->
         assert equal(everything(state), expected)
 
 
+def test_a_rank_without_objects_takes_those_of_rank_0(rank: int) -> None:
+    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, **({} if rank else {"epoch": 3}))
+    state.sync()
+    assert state.epoch == 3
+    state.epoch = 4
+    state.restore()
+    assert state.epoch == 3
+
+
 def test_another_value_is_saved_at_once(rank: int) -> None:
     state = hvd.elastic.TorchState(*of(rank))
     state.model = torch.nn.Linear(1, 1)

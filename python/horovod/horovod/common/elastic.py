@@ -40,7 +40,23 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     return run_fn
 
 
-class State:
+class Saved:
+    """What can be saved, taken back, and made as it is on rank 0."""
+
+    def save(self) -> None:
+        """Keeps a copy in memory."""
+        raise NotImplementedError(f"{type(self).__name__}.save")
+
+    def restore(self) -> None:
+        """Returns to the copy."""
+        raise NotImplementedError(f"{type(self).__name__}.restore")
+
+    def sync(self) -> None:
+        """Takes what rank 0 has, and saves it."""
+        raise NotImplementedError(f"{type(self).__name__}.sync")
+
+
+class State(Saved):
     """What a training tracks. A class of a script defines ``save``, ``restore`` and ``sync``, perhaps ``reset``.
 
     Args:
@@ -69,18 +85,6 @@ class State:
 
     def check_host_updates(self) -> None:
         """Raises HostsUpdatedInterrupt when hosts have come or go: never yet."""
-
-    def save(self) -> None:
-        """Keeps a copy of the state in memory."""
-        raise NotImplementedError(f"{type(self).__name__}.save")
-
-    def restore(self) -> None:
-        """Returns to the saved state."""
-        raise NotImplementedError(f"{type(self).__name__}.restore")
-
-    def sync(self) -> None:
-        """Takes the state of rank 0, and saves it."""
-        raise NotImplementedError(f"{type(self).__name__}.sync")
 
     def reset(self) -> None:
         """Prepares the state for other ranks, before ``sync``."""
@@ -122,8 +126,8 @@ class ObjectState(State):
 
     def sync(self) -> None:
         """Takes the objects of rank 0, and saves them."""
-        if self._saved_state:
-            self._take(self._bcast_object(self._objects()))
+        # Also without objects: another rank may have some.
+        self._take(self._bcast_object(self._objects()))
 
 
 class VariablesState(ObjectState):

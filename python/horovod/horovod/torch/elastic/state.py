@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from horovod.common._names import rank
-from horovod.common.elastic import ObjectState, broadcast_object
+from horovod.common.elastic import ObjectState, Saved, broadcast_object
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
 
 
-class StateHandler:
+class StateHandler(Saved):
     """How values of a type are saved, restored and broadcast. A script's own go into ``set_handler_registry``.
 
     Args:
@@ -29,18 +29,6 @@ class StateHandler:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-    def save(self) -> None:
-        """Keeps a copy of the value."""
-        raise NotImplementedError(f"{type(self).__name__}.save")
-
-    def restore(self) -> None:
-        """Returns to the copy."""
-        raise NotImplementedError(f"{type(self).__name__}.restore")
-
-    def sync(self) -> None:
-        """Takes the value of rank 0."""
-        raise NotImplementedError(f"{type(self).__name__}.sync")
 
     def set_value(self, value: Any) -> None:
         """Takes another value, and saves it."""
