@@ -10,7 +10,7 @@ from imported import python
 from installed import needs
 from launch import launch
 
-needs("tensorflow", "keras")
+needs("tensorflow", "keras>=3.0")
 pytestmark = pytest.mark.xdist_group("tensorflow")
 
 
