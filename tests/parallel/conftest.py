@@ -11,7 +11,9 @@ the fixture ``mode`` too they run in each mode of the framework. ``@pytest.mark.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import sys
 from collections.abc import Iterator
 
 # Before any framework is imported: ranks outnumber the processors.
@@ -33,6 +35,8 @@ import frameworks  # noqa: E402
 def _dl_comm() -> Iterator[None]:
     # The frameworks are imported, and have a million objects: neither collections of garbage nor the search for the
     # modules of an optimizer's parameters need to look at them again and again.
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # by torch.optim, with half of them
     gc.collect()
     gc.freeze()
     mc.init(nthread_per_team=2, nteams=2)

@@ -5,6 +5,14 @@ use std::process::Command;
 
 use dl_comm_tests::launch;
 
+/// Runs a program on 1, 2 and 3 ranks as C99, and on 2 as C++11.
+fn in_c_and_cxx(c: &str, cxx: &str) {
+    for ranks in 1..=3 {
+        launch(ranks, c, &[]);
+    }
+    launch(2, cxx, &[]);
+}
+
 #[test]
 fn the_nine_functions_and_more() {
     for ranks in 1..=3 {
@@ -12,14 +20,9 @@ fn the_nine_functions_and_more() {
     }
 }
 
-/// The same program as C99 and as C++11.
 #[test]
 fn every_collective() {
-    for ranks in 1..=3 {
-        for program in [env!("DL_COMM_TEST_COLLECTIVES"), env!("DL_COMM_TEST_COLLECTIVES_CXX")] {
-            launch(ranks, program, &[]);
-        }
-    }
+    in_c_and_cxx(env!("DL_COMM_TEST_COLLECTIVES"), env!("DL_COMM_TEST_COLLECTIVES_CXX"));
 }
 
 #[test]
@@ -29,24 +32,14 @@ fn groups_of_some_ranks() {
     }
 }
 
-/// The same program as C99 and as C++11.
 #[test]
 fn send_and_receive() {
-    for ranks in 1..=3 {
-        for program in [env!("DL_COMM_TEST_P2P"), env!("DL_COMM_TEST_P2P_CXX")] {
-            launch(ranks, program, &[]);
-        }
-    }
+    in_c_and_cxx(env!("DL_COMM_TEST_P2P"), env!("DL_COMM_TEST_P2P_CXX"));
 }
 
-/// The same program as C99 and as C++11.
 #[test]
 fn parameter_server() {
-    for ranks in 1..=3 {
-        for program in [env!("DL_COMM_TEST_PARAMETER_SERVER"), env!("DL_COMM_TEST_PARAMETER_SERVER_CXX")] {
-            launch(ranks, program, &[]);
-        }
-    }
+    in_c_and_cxx(env!("DL_COMM_TEST_PARAMETER_SERVER"), env!("DL_COMM_TEST_PARAMETER_SERVER_CXX"));
 }
 
 /// `build.rs` builds the example with `find_package(dl_comm)`.

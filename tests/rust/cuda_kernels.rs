@@ -430,7 +430,7 @@ fn factors() -> impl Strategy<Value = f64> {
 
 proptest! {
     // A case runs all kernels.
-    #![proptest_config(ProptestConfig::with_cases(16))]
+    #![proptest_config(ProptestConfig::with_cases(10))]
 
     #[test]
     fn kernels_give_the_same_bits_as_the_core(case in cases()) {
@@ -554,14 +554,14 @@ fn a_set_stop_flag_prevents_all_other_writes() {
 /// Full items in full blocks, so that each thread has several vectors in flight.
 #[test]
 fn full_items_are_reduced() {
-    let cut = Cut { items: vec![32768], blocks: 2, threads: 256, inside: false };
+    let cut = Cut { items: vec![8192], blocks: 2, threads: 64, inside: false };
     let numbers = [1, 2, 3, 4, 8, 9];
     // The kernels have their loops from the same templates: each runs with two of the numbers.
     for (index, (name, reduction)) in kernels().into_iter().enumerate() {
         for nsources in [numbers[index % 6], numbers[(index + 3) % 6]] {
             let case = Case {
                 seed: 7,
-                counts: vec![2 * 32768 + 5],
+                counts: vec![2 * 8192 + 5],
                 nsources,
                 ntargets: 2,
                 divisor: if reduction.op == ReduceOp::Sum { 1 } else { nsources as u32 },

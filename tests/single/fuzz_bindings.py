@@ -1,4 +1,4 @@
-"""The program of test_fuzz_bindings.py: ``python fuzz_bindings.py numpy|torch|tensorflow [EXAMPLES]``, on one rank.
+"""The program of test_fuzz_bindings.py: ``python fuzz_bindings.py numpy|torch|tensorflow EXAMPLES``, on one rank.
 
 Hypothesis generates the arguments, equal in every run.
 """
@@ -337,4 +337,4 @@ def main(binding: str, examples: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 60)
+    main(sys.argv[1], int(sys.argv[2]))

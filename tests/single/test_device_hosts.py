@@ -96,7 +96,7 @@ print("ended\\n", end="")
 """
 
 
-@pytest.mark.parametrize("waits", ["0", "1"])
+@pytest.mark.parametrize("waits", ["0", heavy("1")])
 def test_a_lost_rank_is_reported_on_the_other_host(fake_cuda: Path, tmp_path: Path, waits: str) -> None:
     script = tmp_path / "lost.py"
     script.write_text(LOST)

@@ -15,8 +15,9 @@ from launch import run
 FUZZ = Path(__file__).parent / "fuzz_bindings.py"
 
 
+@pytest.mark.parametrize("examples", [20, pytest.param(100, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("binding", ["numpy", "torch", "tensorflow"])
-def test_any_arguments_give_a_result_or_a_documented_error(binding: str) -> None:
-    finished = run([sys.executable, str(FUZZ), binding], 120)
+def test_any_arguments_give_a_result_or_a_documented_error(binding: str, examples: int) -> None:
+    finished = run([sys.executable, str(FUZZ), binding, str(examples)], 120)
     assert finished.returncode == 0, finished.output[-8000:]
     assert "every call came back" in finished.output

@@ -164,6 +164,7 @@ print("fine")
 """
 
 
+@pytest.mark.heavy  # the gate runs the one of the porting guide
 def test_estimator(tmp_path):
     passes(tmp_path, ESTIMATOR)
 

@@ -171,7 +171,10 @@ def test_an_import_changes_no_handler() -> None:
     assert finished.returncode == 0, finished.output
 
 
-@pytest.mark.parametrize("script", [NANOGPT, TORCHVISION], ids=["nanoGPT", "torchvision"])
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(NANOGPT, marks=pytest.mark.heavy, id="nanoGPT"), pytest.param(TORCHVISION, id="torchvision")],
+)
 def test_a_script_that_asks_for_RANK_first_trains_together(tmp_path: Path, script: str) -> None:
     program = tmp_path / "train.py"
     program.write_text(script)
