@@ -4,13 +4,16 @@
 
 mod api;
 mod arrays;
-mod collectives;
+mod calls;
 mod device;
 mod dlpack;
+mod groups;
 mod log;
 mod memory;
 mod parameter_server;
+mod received;
 mod store;
+mod works;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
@@ -378,9 +381,9 @@ fn _dl_comm(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // SAFETY: a static string.
     module.add("__version__", unsafe { text(api::ffi::dl_comm_version()) })?;
     for function in [
-        wrap_pyfunction!(collectives::create_group, module)?,
-        wrap_pyfunction!(collectives::join, module)?,
-        wrap_pyfunction!(collectives::group_of_team, module)?,
+        wrap_pyfunction!(groups::create_group, module)?,
+        wrap_pyfunction!(groups::join, module)?,
+        wrap_pyfunction!(groups::group_of_team, module)?,
         wrap_pyfunction!(parameter_server::create_parameter_server, module)?,
         wrap_pyfunction!(device::average_on, module)?,
         wrap_pyfunction!(dlpack::device_memory, module)?,

@@ -8,7 +8,8 @@ use pyo3::prelude::*;
 use crate::api::ffi::{self, dl_comm_buffer_t, dl_comm_parameter_server_t, dl_comm_update_t, dl_comm_work_t};
 use crate::api::{argument_error, call};
 use crate::arrays::Buffers;
-use crate::collectives::{Group, Handle, Work, release, start};
+use crate::groups::Group;
+use crate::works::{Handle, Work, release, start};
 
 /// A parameter server.
 #[pyclass(frozen)]
