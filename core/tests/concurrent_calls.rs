@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use common::{World, tensor};
 use dl_comm_core::buffer::{Buffer, Tensor};
-use dl_comm_core::collective::Op;
+use dl_comm_core::collective::selection::Limit;
+use dl_comm_core::collective::{Algorithm, AlgorithmSetting, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::reduce::ReduceOp;
@@ -16,6 +17,8 @@ use dl_comm_core::transport::{ExchangeBuffers, HostLink, HostMessage, NETWORK_WI
 
 const SUM: Op = Op::allreduce(ReduceOp::Sum);
 const MAX: Op = Op::allreduce(ReduceOp::Max);
+/// Neighbours of different operations are not fused.
+const ALTERNATELY: [Op; 2] = [SUM, MAX];
 
 /// The most exchanges that were in flight at once on a link.
 static MOST: AtomicUsize = AtomicUsize::new(0);
@@ -85,13 +88,117 @@ fn a_call_begins_while_those_before_it_are_under_way() {
     let link = |link| HeldLink::boxed(link, until_all_are_in_flight);
     World { link, ..World::new(&[1, 1]) }.run(|rank| {
         let mut data: Vec<Vec<f64>> = (0..60).map(|call| vec![(call * rank.rank) as f64; 10 + call]).collect();
-        let calls: Vec<_> = data.iter_mut().map(|data| rank.start(SUM, vec![vec![tensor(data)]], "")).collect();
+        let start = |(op, data): (&Op, &mut Vec<f64>)| rank.start(*op, vec![vec![tensor(data)]], "");
+        let calls: Vec<_> = ALTERNATELY.iter().cycle().zip(&mut data).map(start).collect();
         calls.into_iter().for_each(|call| call.recv().unwrap().unwrap());
         for (call, data) in data.iter().enumerate() {
             assert!(data.iter().all(|&value| value == call as f64));
         }
     });
     assert_eq!(MOST.load(Ordering::Relaxed), NETWORK_WINDOW);
+}
+
+/// For 10 ms after an exchange has started.
+fn for_a_while(link: &HeldLink) -> bool {
+    link.since.elapsed() < Duration::from_millis(10)
+}
+
+#[test]
+fn short_allreduces_travel_together() {
+    let messages = |fused: usize| {
+        let link = |link| HeldLink::boxed(link, for_a_while);
+        let world = World { link, ..World::new(&[1, 1]) };
+        let world = World { selection: world.selection.with(Limit::HostsFused, fused), ..world };
+        let of_ranks = world.run(|rank| {
+            let mut data: Vec<Vec<f64>> = (0..101).map(|call| vec![(call * rank.rank) as f64; 1 + call % 7]).collect();
+            let calls: Vec<_> = data.iter_mut().map(|data| rank.start(SUM, vec![vec![tensor(data)]], "")).collect();
+            calls.into_iter().for_each(|call| call.recv().unwrap().unwrap());
+            assert!(data.iter().enumerate().all(|(call, data)| data.iter().all(|&value| value == call as f64)));
+            let stats = rank.team.group().stats();
+            assert_eq!(stats["calls"], 101);
+            stats["messages"].as_u64().unwrap()
+        });
+        of_ranks[0]
+    };
+    assert!(messages(64 << 10) < 15);
+    // Two lines fit.
+    assert!((30..60).contains(&messages(128)));
+    assert!(messages(0) >= 101);
+}
+
+/// Arbitrary numbers.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % limit
+    }
+}
+
+/// Of calls that are fused or not, of several operations and types, with and without tensors that share memory.
+#[test]
+fn fusion_changes_no_bits() {
+    const OPERATIONS: [Op; 4] = [SUM, SUM, Op::MEAN, MAX];
+    let ring = AlgorithmSetting::Always(Algorithm::Ring);
+    for (hosts, algorithm) in [
+        (&[1, 1][..], AlgorithmSetting::Auto),
+        (&[2, 1], AlgorithmSetting::Auto),
+        (&[1, 1, 1], AlgorithmSetting::Auto),
+        (&[1, 1, 1], ring),
+        (&[1, 2, 1, 1, 1], AlgorithmSetting::Auto),
+    ] {
+        let bits = [0, 1024, 64 << 10, usize::MAX].map(|fused| {
+            let world = World { algorithm, threads: 2, slot: 64 << 10, ..World::new(hosts) };
+            World { selection: world.selection.with(Limit::HostsFused, fused), ..world }.run(|rank| {
+                // The same calls on all ranks, at other times.
+                let (mut calls, mut mine) = (Random(7), Random(rank.rank as u64 + 100));
+                let mut memory: Vec<(DType, Vec<u32>)> = Vec::new();
+                let mut results = Vec::new();
+                for call in 0..200 {
+                    let op = OPERATIONS[calls.below(OPERATIONS.len())];
+                    let tensors = 1 + calls.below(3);
+                    let mut list = Vec::new();
+                    for _ in 0..tensors {
+                        let len = [0, 1, 30, 200, 3000][calls.below(5)];
+                        let dtype = [DType::F32, DType::BF16, DType::I32][calls.below(3)];
+                        let values = |random: &mut Random| random.below(1 << 20) as f32 / 1e5 - 5.0;
+                        let value = |random: &mut Random| match dtype {
+                            // Two of them.
+                            DType::BF16 => (values(random).to_bits() & 0xffff_0000) | values(random).to_bits() >> 16,
+                            _ => values(random).to_bits(),
+                        };
+                        let count = if dtype == DType::BF16 { 2 * len } else { len };
+                        // Some tensors are those of an earlier call.
+                        let earlier = memory.iter().position(|(other, words)| *other == dtype && words.len() == len);
+                        let index = earlier.filter(|_| calls.below(4) == 0).unwrap_or_else(|| {
+                            memory.push((dtype, (0..len).map(|_| value(&mut mine)).collect()));
+                            memory.len() - 1
+                        });
+                        let words = &mut memory[index].1;
+                        let buffer = Buffer::in_place(words.as_mut_ptr().cast(), count, dtype);
+                        if !list.iter().any(|tensor: &Tensor| tensor.buffer.dst() == buffer.dst() && len > 0) {
+                            list.push(Tensor::new(buffer, &[]));
+                        }
+                    }
+                    if list.is_empty() {
+                        continue;
+                    }
+                    if mine.below(10) == 0 {
+                        std::thread::sleep(Duration::from_micros(200));
+                    }
+                    results.push(rank.start(op, vec![list], ""));
+                    if call % 50 == 49 {
+                        results.drain(..).for_each(|call| call.recv().unwrap().unwrap());
+                    }
+                }
+                results.into_iter().for_each(|call| call.recv().unwrap().unwrap());
+                memory
+            })
+        });
+        assert!(bits.iter().all(|others| *others == bits[0]), "{hosts:?} {algorithm:?}");
+        assert!(bits[0].iter().all(|memory| memory.len() > 100));
+    }
 }
 
 /// The last call has a shorter deadline than the others.
@@ -104,10 +211,10 @@ fn the_deadline_of_a_call_holds_while_those_before_it_are_under_way() {
             1 => {
                 // The first call is under way alone, so all others are queued when the second one begins.
                 std::thread::sleep(Duration::from_millis(10));
-                rank.start(Op::MEAN, vec![vec![tensor(data)]], "")
+                rank.start(MAX, vec![vec![tensor(data)]], "")
             }
             5 => rank.start_within(1.0, vec![vec![tensor(data)]], ""),
-            _ => rank.start(Op::MEAN, vec![vec![tensor(data)]], ""),
+            _ => rank.start(ALTERNATELY[index % 2], vec![vec![tensor(data)]], ""),
         };
         let calls: Vec<_> = data.iter_mut().enumerate().map(start).collect();
         let outcomes: Vec<_> =

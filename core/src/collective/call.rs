@@ -1,5 +1,6 @@
 //! A collective call as each rank describes it: operation, tensors, wire layout, and what follows from these.
 
+mod fusion;
 mod on_device;
 mod reuse;
 mod signature;

@@ -8,25 +8,28 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::transport::LOOKAHEAD_WORDS;
 
 /// The numbers of calls that are compared together.
-const LENGTHS: [usize; LOOKAHEAD_WORDS] = [1, 2, 4, 8];
+const LENGTHS: [usize; LOOKAHEAD_WORDS - 1] = [1, 4, 16, 64];
 
-/// A hash of the next calls for each of [`LENGTHS`]; 0 if there are fewer, or if the ranks differ.
+/// A hash of the next calls for each of [`LENGTHS`], and one of all that the rank has, at most [`Lookahead::MAX`], with
+/// their number in its lowest byte; 0 if there are fewer, or if the ranks differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Lookahead(pub [u64; LOOKAHEAD_WORDS]);
 
 impl Lookahead {
     /// The most calls that are compared.
-    pub const MAX: usize = LENGTHS[LENGTHS.len() - 1];
+    pub const MAX: usize = 128;
 
     /// The hashes of the calls with these signatures, in the order of the queue.
     pub fn new(signatures: impl IntoIterator<Item = u64>) -> Lookahead {
         let mut hashes = Lookahead::default();
         let mut hash = 0;
-        for (index, signature) in signatures.into_iter().take(Lookahead::MAX).enumerate() {
+        for (before, signature) in signatures.into_iter().take(Lookahead::MAX).enumerate() {
             hash = xxh3_64_with_seed(&signature.to_le_bytes(), hash);
-            if let Some(place) = LENGTHS.iter().position(|&length| length == index + 1) {
+            let count = before + 1;
+            if let Some(place) = LENGTHS.iter().position(|&length| length == count) {
                 hashes.0[place] = hash.max(1);
             }
+            hashes.0[LOOKAHEAD_WORDS - 1] = hash & !0xff | count as u64;
         }
         hashes
     }
@@ -44,7 +47,9 @@ impl Lookahead {
 
     /// The number of calls that all ranks have.
     pub fn calls(self) -> usize {
-        self.0.iter().zip(LENGTHS).rev().find(|(hash, _)| **hash != 0).map_or(0, |(_, length)| length)
+        let [lengths @ .., all] = self.0;
+        let longest = lengths.iter().zip(LENGTHS).rev().find(|(hash, _)| **hash != 0).map_or(0, |(_, length)| length);
+        longest.max((all & 0xff) as usize)
     }
 }
 
@@ -56,17 +61,18 @@ mod tests {
     #[test]
     fn the_longest_common_length_counts() {
         let ahead = |count: u64| Lookahead::new(0..count);
-        assert_eq!([0, 1, 2, 3, 4, 7, 8, 1000].map(|count| ahead(count).calls()), [0, 1, 2, 2, 4, 4, 8, 8]);
-        assert_eq!(ahead(100).common(ahead(6)).calls(), 4);
-        assert_eq!(ahead(100).common(Lookahead::default()).calls(), 0);
+        assert_eq!([0, 1, 2, 3, 15, 100, 128, 1000].map(|count| ahead(count).calls()), [0, 1, 2, 3, 15, 100, 128, 128]);
+        let common = |count: u64| ahead(200).common(ahead(count)).calls();
+        assert_eq!([0, 1, 3, 4, 15, 16, 100, 128].map(common), [0, 1, 1, 4, 4, 16, 64, 128]);
         let differs = |at: u64| Lookahead::new((0..100).map(|index| if index == at { 1000 } else { index }));
-        assert_eq!([0, 1, 2, 5, 8].map(|at| ahead(100).common(differs(at)).calls()), [0, 1, 2, 4, 8]);
+        let common = |at: u64| ahead(100).common(differs(at)).calls();
+        assert_eq!([0, 1, 5, 16, 63, 64, 99].map(common), [0, 1, 4, 16, 16, 64, 64]);
     }
 
     proptest! {
         #[test]
         fn any_order_of_the_ranks_gives_the_same(
-            queues in prop::collection::vec(prop::collection::vec(0u64..2, 0..12), 1..6),
+            queues in prop::collection::vec(prop::collection::vec(0u64..2, 0..20), 1..6),
             seed in 0usize..100,
         ) {
             let of = |queue: &Vec<u64>| Lookahead::new(queue.iter().copied());

@@ -37,6 +37,8 @@ pub enum Limit {
     IpcOneShot,
     /// Tensors that are packed together for NCCL: an operation for each costs more.
     NcclFused,
+    /// Started allreduces that travel together between hosts.
+    HostsFused,
 }
 
 /// What happens to calls below and beyond a [`Limit`].
@@ -75,7 +77,7 @@ const SLOTS: &str = "slots, or in place";
 
 /// The table, in the order of [`Limit`].
 #[rustfmt::skip]
-pub static ROWS: [Row; 11] = [
+pub static ROWS: [Row; 12] = [
     row(Limit::ReduceMeasured, "reduce.measured", REDUCE, READ, 8 << 10, true, UNMEASURED, REDUCE_MEASURED),
     row(Limit::ReduceOneRound, "reduce.one_round", REDUCE, READ, 128 << 10, true, ONE_ROUND, SLICES),
     row(Limit::ReduceOneRoundSharedCpus, "reduce.one_round_shared_cpus", "the same, if ranks share processors", READ,
@@ -90,6 +92,8 @@ pub static ROWS: [Row; 11] = [
     row(Limit::IpcOneShot, "ipc.one_shot", "GPU path ipc", "bytes x ranks", 4 << 20, true, "one shot", "two shots"),
     row(Limit::NcclFused, "nccl.fused", "GPU path nccl: allreduce, reduce, broadcast", "bytes of a tensor", 256 << 10, true,
         "packed together, if more than 4", "one by one"),
+    row(Limit::HostsFused, "hosts.fused", "allreduces between hosts that are started without waiting",
+        "bytes of neighbours with one operator", 64 << 10, true, "in one message", "in several"),
 ];
 
 #[allow(clippy::too_many_arguments)]
@@ -166,9 +170,10 @@ impl Selection {
 
     /// The limits of the calls of a group.
     pub fn host_limits(&self, group: GroupShape) -> HostLimits {
-        let GroupShape { hosts, ranks, channels, slot, cpus_per_rank } = group;
+        let GroupShape { hosts, ranks, channels, slot, cpus_per_rank, keeps_bits } = group;
         if hosts > 1 {
-            return HostLimits::NONE;
+            let fused = if keeps_bits { self.limit(Limit::HostsFused) } else { 0 };
+            return HostLimits { fused, ..HostLimits::NONE };
         }
         // With more channels the limits are lower, because several threads could share a larger call.
         let read = |limit| self.limit(limit) / ranks.saturating_sub(1).max(1) / channels;
@@ -183,6 +188,7 @@ impl Selection {
             reduce_scatters: limits(self.limit(Limit::ReduceScatterOneRound) / ranks, None),
             broadcasts: limits(self.limit(Limit::BroadcastOneRound), Some(self.limit(Limit::BroadcastMeasured))),
             blocks: limits(self.limit(Limit::BlocksOneRound) / ranks, Some(self.limit(Limit::BlocksMeasured))),
+            fused: 0,
         }
     }
 }
@@ -207,6 +213,8 @@ pub struct GroupShape {
     pub slot: usize,
     /// Processors of each rank; 0: some share one.
     pub cpus_per_rank: usize,
+    /// Whether between hosts the bits of a sum do not depend on the position of an element.
+    pub keeps_bits: bool,
 }
 
 /// At which lengths calls on one host take another path.
@@ -220,13 +228,15 @@ pub struct HostLimits {
     pub broadcasts: PathLimits,
     /// Of the others, which move blocks.
     pub blocks: PathLimits,
+    /// Between hosts: bytes of started allreduces that travel together.
+    pub fused: usize,
 }
 
 impl HostLimits {
     /// Between hosts: no call takes one round, and nothing is measured.
     pub const NONE: HostLimits = {
         let none = PathLimits { one_round: None, measured: None };
-        HostLimits { reductions: none, reduce_scatters: none, broadcasts: none, blocks: none }
+        HostLimits { reductions: none, reduce_scatters: none, broadcasts: none, blocks: none, fused: 0 }
     };
 
     /// Those of the calls of `op`.
@@ -307,7 +317,8 @@ mod tests {
     use super::*;
     use crate::reduce::ReduceOp;
 
-    const TWO: GroupShape = GroupShape { hosts: 1, ranks: 2, channels: 1, slot: 512 << 10, cpus_per_rank: 1 };
+    const TWO: GroupShape =
+        GroupShape { hosts: 1, ranks: 2, channels: 1, slot: 512 << 10, cpus_per_rank: 1, keeps_bits: true };
 
     fn limits(group: GroupShape, op: Op) -> (Option<usize>, Option<usize>) {
         let PathLimits { one_round, measured } = Selection::default().host_limits(group).of(op);

@@ -1,10 +1,13 @@
 //! Calls of one chunk between hosts that are under way together: a call begins once all ranks are known to have it, while
-//! those before it are under way. Each call also compares the calls behind it ([`crate::collective::Lookahead`]).
+//! those before it are under way. Each call also compares the calls behind it ([`crate::collective::Lookahead`]). Short
+//! ones of those that the ranks have so compared are fused: they travel together.
 //!
 //! Thread rule: the leader.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+
+use smallvec::{SmallVec, smallvec};
 
 use super::call_limits::CallLimits;
 use super::queue::Queue;
@@ -12,19 +15,63 @@ use super::state::GroupState;
 use super::unfinished::UnfinishedCalls;
 use super::work::{Role, Work};
 use super::worker::Worker;
-use crate::collective::{ActiveCall, ChunkSource, Lookahead, NextChunk};
+use crate::collective::{ActiveCall, Call, ChunkSource, Lookahead, NextChunk};
 use crate::error::{Error, Result};
+
+/// A call, or several that are fused.
+struct FusedCalls {
+    works: SmallVec<[Arc<Work>; 1]>,
+    /// Their bytes; `None` if the first one runs alone.
+    bytes: Option<usize>,
+    /// All of them, if they are several.
+    call: Option<Call>,
+    /// Of the first: while any call waits, the deadlines of all are checked.
+    limits: CallLimits,
+}
+
+impl FusedCalls {
+    fn new(work: Arc<Work>, shared: &Arc<GroupState>) -> FusedCalls {
+        let (bytes, works) = (work.call.fused_bytes(), smallvec![Arc::clone(&work)]);
+        FusedCalls { works, bytes, call: None, limits: CallLimits { work, shared: Arc::clone(shared) } }
+    }
+
+    /// Adds a call if it can be fused with them.
+    fn add(&mut self, work: &Arc<Work>) -> bool {
+        let first = &self.works[0].call;
+        let total = self.bytes.zip(work.call.fused_bytes()).map(|(bytes, more)| bytes + more);
+        let fits = total.is_some_and(|total| total <= first.max_fused_bytes()) && work.call.op == first.op;
+        if fits {
+            self.bytes = total;
+            self.works.push(Arc::clone(work));
+        }
+        fits
+    }
+
+    /// Fuses them: there are no more.
+    fn complete(&mut self) {
+        if let [first, behind @ ..] = &self.works[..]
+            && !behind.is_empty()
+        {
+            self.call = Some(first.call.fused(behind.iter().map(|work| &work.call)));
+        }
+    }
+
+    fn call(&self) -> &Call {
+        self.call.as_ref().unwrap_or(&self.works[0].call)
+    }
+}
 
 /// The calls at the front of a queue.
 pub(super) struct ConcurrentCalls<'a> {
     queue: &'a mut Queue,
     unfinished: &'a mut UnfinishedCalls,
     shared: &'a Arc<GroupState>,
-    /// The calls from number `ended` on that may begin: the first one, and those that all ranks are known to have.
-    calls: VecDeque<CallLimits>,
-    /// The number of calls that have ended, and the number of the oldest other one.
+    /// The calls from number `ended` on that may begin: the first one, and those that all ranks are known to have. All
+    /// ranks fuse the same ones.
+    calls: VecDeque<FusedCalls>,
+    /// The number of fused calls that have ended, and the number of the oldest other one.
     ended: usize,
-    /// The number of calls that have begun.
+    /// The number of fused calls that have begun.
     begun: usize,
     /// The number of calls at the front of the queue that can follow those before them.
     following: usize,
@@ -50,6 +97,11 @@ impl<'a> ConcurrentCalls<'a> {
         all
     }
 
+    /// The calls that may begin or have begun, from the fused call with this index in `calls` on.
+    fn works(&self, from: usize) -> impl Iterator<Item = &Arc<Work>> {
+        self.calls.iter().skip(from).flat_map(|fused| &fused.works)
+    }
+
     /// Looks for further calls that can follow. A call whose memory conflicts with that of a call before it must wait
     /// until that one has ended.
     fn find_following(&mut self) {
@@ -57,24 +109,31 @@ impl<'a> ConcurrentCalls<'a> {
         while self.following < Lookahead::MAX.min(self.queue.ready())
             && let Some(next) = self.queue.calls.get(self.following).filter(|work| can_be_concurrent(work))
         {
-            let queued = self.queue.calls.iter().take(self.following);
-            let mut before = self.calls.iter().map(|call| &call.work).chain(queued);
-            if before.any(|work| work.call.conflicts_with(&next.call)) || self.unfinished.conflict_with(&next.call) {
+            let before = || self.works(0).chain(self.queue.calls.iter().take(self.following));
+            let conflicts = before().any(|work| work.call.conflicts_with(&next.call));
+            if conflicts || self.unfinished.conflict_with(&next.call) {
                 return;
             }
             self.following += 1;
         }
     }
 
-    /// The number of calls that may have begun.
+    /// The number of fused calls that may have begun.
     fn known(&self) -> usize {
         self.ended + self.calls.len()
     }
 
-    /// Moves the next `count` calls from the queue to the calls.
+    /// Moves the next `count` calls from the queue to the calls. All ranks take the same ones at once, so they fuse the
+    /// same ones.
     fn take(&mut self, count: usize) {
-        let works = (0..count).filter_map(|_| self.queue.pop());
-        self.calls.extend(works.map(|work| CallLimits { work, shared: Arc::clone(self.shared) }));
+        let mut taken: Vec<FusedCalls> = Vec::new();
+        for work in (0..count).filter_map(|_| self.queue.pop()) {
+            if !taken.last_mut().is_some_and(|fused| fused.add(&work)) {
+                taken.push(FusedCalls::new(work, self.shared));
+            }
+        }
+        taken.iter_mut().for_each(FusedCalls::complete);
+        self.calls.extend(taken);
         self.following -= count;
     }
 
@@ -82,7 +141,7 @@ impl<'a> ConcurrentCalls<'a> {
     /// the statistics.
     fn start_oldest(&self) {
         if self.ended < self.begun {
-            self.calls[0].work.record.start(false);
+            self.calls[0].works.iter().for_each(|work| work.record.start(false));
         }
     }
 
@@ -91,16 +150,16 @@ impl<'a> ConcurrentCalls<'a> {
     /// # Errors
     /// [`Error::Internal`] if it is another one.
     pub fn give_back(&mut self) -> Result<()> {
-        if self.known() > 1 {
+        if self.works(0).count() + self.ended > 1 {
             return Err(Error::Internal("ranks out of sync in calls that they had compared".into()));
         }
-        self.calls.drain(..).for_each(|first| self.queue.calls.push_front(first.work));
+        self.calls.drain(..).flat_map(|first| first.works).for_each(|work| self.queue.calls.push_front(work));
         Ok(())
     }
 
     /// After a failure: ends all calls.
     pub fn fail(&mut self, error: &Error) {
-        self.calls.drain(..).for_each(|call| call.work.finish(Err(error.clone())));
+        self.calls.drain(..).flat_map(|fused| fused.works).for_each(|work| work.finish(Err(error.clone())));
     }
 }
 
@@ -113,27 +172,23 @@ impl ChunkSource for ConcurrentCalls<'_> {
         self.begun += 1;
         self.start_oldest();
         self.find_following();
-        let known = self.calls.iter().skip(self.begun - self.ended).map(|call| &call.work);
         let following = self.queue.calls.iter().take(self.following);
-        Lookahead::new(known.chain(following).map(|work| work.call.signature))
+        Lookahead::new(self.works(self.begun - self.ended).chain(following).map(|work| work.call.signature))
     }
 
     fn call(&self, number: usize) -> ActiveCall<'_> {
-        let limits = &self.calls[number - self.ended];
-        ActiveCall::new(&limits.work.call, limits.wait_context())
+        let fused = &self.calls[number - self.ended];
+        ActiveCall::new(fused.call(), fused.limits.wait_context())
     }
 
-    fn ended(&mut self, number: usize, ahead: usize) {
-        self.take((number + 1 + ahead).saturating_sub(self.known()));
+    fn ended(&mut self, _number: usize, ahead: usize) {
+        self.take(ahead.saturating_sub(self.works(1).count()));
         self.ended += 1;
-        let Some(CallLimits { work, .. }) = self.calls.pop_front() else { return };
-        work.record.matched(self.shared.next_match_index());
-        if self.calls.is_empty() {
-            self.last = Some(work);
-        } else {
-            work.finish(Ok(()));
-            self.start_oldest();
-        }
+        let Some(FusedCalls { mut works, .. }) = self.calls.pop_front() else { return };
+        works.iter().for_each(|work| work.record.matched(self.shared.next_match_index()));
+        self.last = self.calls.is_empty().then(|| works.pop()).flatten();
+        works.into_iter().for_each(|work| work.finish(Ok(())));
+        self.start_oldest();
     }
 }
 

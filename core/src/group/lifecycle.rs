@@ -15,7 +15,7 @@ use super::submit::Group;
 use super::thread::{GroupThread, ThreadSettings};
 use super::worker::Worker;
 use crate::collective::selection::GroupShape;
-use crate::collective::{CallConfig, Channel};
+use crate::collective::{Algorithm, AlgorithmSetting, CallConfig, Channel};
 use crate::error::{Error, Result};
 use crate::fork;
 use crate::group_config::GroupConfig;
@@ -52,6 +52,7 @@ impl Group {
                 channels,
                 slot,
                 cpus_per_rank,
+                keeps_bits: settings.algorithm != AlgorithmSetting::Always(Algorithm::Ring),
             }),
             acc_f64: settings.acc_f64,
             ..CallConfig::new(&topology, key, links.len(), slot)

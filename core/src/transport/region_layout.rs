@@ -24,7 +24,7 @@ pub const SMALL_WINDOW: u32 = 2;
 pub const MAX_WINDOW: usize = NETWORK_WINDOW;
 
 /// The words that a rank posts about the calls behind the one that starts, between hosts.
-pub const LOOKAHEAD_WORDS: usize = 4;
+pub const LOOKAHEAD_WORDS: usize = 5;
 
 /// Default sizes of slots are multiples of it.
 const SLOT_STEP: usize = 64 << 10;
