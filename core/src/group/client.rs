@@ -3,6 +3,7 @@
 //! Thread rule: any thread.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::call_summary::CallSummary;
@@ -10,6 +11,7 @@ use super::messenger::Messenger;
 use super::recorder::Submission;
 use super::submit::Group;
 use super::work::{CallOptions, Timeout, wait_for_result};
+use crate::clock::coarse_now;
 use crate::collective::Op;
 use crate::error::{Error, Result, guard};
 use crate::signals;
@@ -17,6 +19,9 @@ use crate::topology::Topology;
 use crate::transport::WaitContext;
 use crate::transport::peer_memory::PeerMemory;
 use crate::transport::wait_context::with_limits;
+
+/// How often operations that wait for no other rank look for lost ranks.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 impl Group {
     /// The members, by host.
@@ -45,17 +50,31 @@ impl Group {
     }
 
     /// Checks that all members of this host are there and that the group has not failed. Quick: a rank that was killed is
-    /// noticed when the failure detector has reported it.
+    /// noticed after [`LOOK_EVERY`], or when the failure detector has reported it.
     ///
     /// # Errors
-    /// The failure; [`Error::PeerLost`] if a member has freed the group.
+    /// The failure; [`Error::PeerLost`] if a member has freed the group or is lost.
     #[inline]
     pub fn check_members(&self) -> Result<()> {
         let control = self.shared.region.control();
-        if !self.shared.has_failed() && control.first_departed().is_none() {
+        if self.shared.has_failed() || control.first_departed().is_some() {
+            return Err(self.broken());
+        }
+        let (now, looked) = (coarse_now(), &self.shared.looked_for_lost);
+        let millis = u64::try_from(now.as_millis()).unwrap_or(0);
+        if millis.saturating_sub(looked.load(Ordering::Relaxed)) < LOOK_EVERY.as_millis() as u64 {
             return Ok(());
         }
-        Err(self.broken())
+        looked.store(millis, Ordering::Relaxed);
+        self.look_for_lost()
+    }
+
+    #[cold]
+    fn look_for_lost(&self) -> Result<()> {
+        self.shared.lost_rank().map_or(Ok(()), |error| {
+            self.shared.fail(&error);
+            Err(error)
+        })
     }
 
     #[cold]

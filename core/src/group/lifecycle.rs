@@ -89,6 +89,7 @@ impl Group {
             matched: AtomicU64::new(0),
             deadline: GroupDeadline::new(settings.timeout),
             gpu: GpuState::default(),
+            looked_for_lost: AtomicU64::new(0),
         });
         let mut workers = links.into_iter().enumerate().map(|(index, links)| {
             let channel = Channel::new(Arc::clone(&topology), region.channel(index));

@@ -60,6 +60,8 @@ pub(super) struct GroupState {
     pub matched: AtomicU64,
     pub deadline: GroupDeadline,
     pub gpu: GpuState,
+    /// When a client of the group last looked for lost ranks, in milliseconds of [`crate::clock::coarse_now`].
+    pub looked_for_lost: AtomicU64,
 }
 
 impl GroupState {

@@ -16,7 +16,7 @@ import numpy as np
 
 from dl_comm import _dl_comm
 from dl_comm._arrays.agreement import failing_together
-from dl_comm._arrays.arguments import host_arrays_of, is_half
+from dl_comm._arrays.arguments import host_arrays_of, is_half, nothing
 from dl_comm._arrays.groups import Group, given
 from dl_comm._arrays.messages import recv, send
 from dl_comm._arrays.objects import all_gather_object
@@ -42,11 +42,11 @@ class Kind(Protocol):
     def listed(self, x: Any, argument: str) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """The tensors of an argument, and what makes a result of the same kind from tensors."""
 
-    def outgoing(self, tensor: Any) -> tuple[Any, Any]:
-        """Memory of a tensor that is sent, as the core takes it, and what must live meanwhile."""
+    def outgoing(self, tensors: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Memory of tensors that are sent, as the core takes it, and what must live meanwhile."""
 
-    def incoming(self, tensor: Any) -> tuple[Any, Any, Callable[[], object] | None]:
-        """Memory for a tensor that is received, what must live meanwhile, and what is then done."""
+    def incoming(self, tensors: list[Any]) -> tuple[list[Any], list[Any], list[Callable[[], object]]]:
+        """Memory for tensors that are received, what must live meanwhile, and what is then done."""
 
     def empty_like(self, tensor: Any) -> Any:
         """A new tensor for a result."""
@@ -67,11 +67,11 @@ class ArrayKind:
     def listed(self, x: Any, argument: str) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         return host_arrays_of(x, argument)
 
-    def outgoing(self, array: Any) -> tuple[Any, Any]:
-        return array, array
+    def outgoing(self, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        return arrays, arrays
 
-    def incoming(self, array: Any) -> tuple[Any, Any, None]:
-        return array, array, None
+    def incoming(self, arrays: list[Any]) -> tuple[list[Any], list[Any], list[Callable[[], object]]]:
+        return arrays, arrays, []
 
     def empty_like(self, array: Any) -> Any:
         return np.empty(array.shape, array.dtype)
@@ -113,13 +113,11 @@ class Server:
         with failing_together("ParameterServer", self.group):
             self._tensors, self._wrap = kind.listed(tensors, "tensors")
             named = checked_rules(rules)
-            outgoing = [kind.outgoing(tensor) for tensor in self._tensors]
+            memory, _kept = kind.outgoing(self._tensors)
         by_rank = all_gather_object(list(named), group=self.group)
         if any(names != by_rank[0] for names in by_rank):
             raise MismatchError(f"rules: the ranks have different names: {', '.join(map(str, by_rank))}")
-        self._handle = _dl_comm.create_parameter_server(
-            self.group.handle, [memory for memory, _ in outgoing], limit(timeout)
-        )
+        self._handle = _dl_comm.create_parameter_server(self.group.handle, memory, limit(timeout))
         self._is_closed = False
         self._last: Work[Any] | None = None
         self._fetched: list[Any] | None = None
@@ -195,10 +193,10 @@ class Server:
             self._drain()
             custom.send(name, given_updates, first, timeout)
             return None
-        outgoing = [self._kind.outgoing(update) for update in given_updates]
+        memory, kept = self._kind.outgoing(given_updates)
         code, factor = (RULES[name], 1.0) if scale is None else (_SCALED, checked_float("scale", scale))
-        operation = (True, first, len(listed), [each for each, _ in outgoing], code, factor, limit(timeout))
-        started: Work[None] | None = self._run(operation, [kept for _, kept in outgoing], async_op, lambda: None)
+        operation = (True, first, len(listed), memory, code, factor, limit(timeout))
+        started: Work[None] | None = self._run(operation, kept, async_op, nothing)
         return started
 
     def receive(
@@ -228,9 +226,7 @@ class Server:
         results = [self._kind.empty_like(each) for each in listed] if out is None else None
         if results is None:
             results = self._like(out, listed, tensor, "out")
-        incoming = [self._kind.incoming(each) for each in results]
-        memory, kept = [each for each, _, _ in incoming], [kept for _, kept, _ in incoming]
-        ends = [then for _, _, then in incoming if then is not None]
+        memory, kept, ends = self._kind.incoming(results)
 
         def result() -> Any:
             while ends:
@@ -303,6 +299,8 @@ class Server:
     def _like(self, x: Any, listed: list[Any], tensor: int | None, argument: str) -> list[Any]:
         """The tensors of ``x``, which have the shapes of ``listed``; the core compares types."""
         tensors, _ = self._kind.listed(x, argument)
+        if [each.shape for each in tensors] == [each.shape for each in listed]:
+            return tensors
         if len(tensors) != len(listed):
             raise ArgumentError(f"{argument} has {len(tensors)} tensors; the server has {len(listed)}")
         for index, (each, own) in enumerate(zip(tensors, listed, strict=True)):
@@ -314,7 +312,7 @@ class Server:
         return tensors
 
     def _run(self, operation: Any, kept: list[Any], async_op: bool, result: Callable[[], Any]) -> Any:
-        if checked_flag("async_op", async_op):
+        if async_op is not False and checked_flag("async_op", async_op):
             work: Work[Any] = Work(self._handle.start(operation, kept), lambda _: result())
             self._last = work
             return work

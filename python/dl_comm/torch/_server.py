@@ -6,6 +6,7 @@ Thread rule: any thread may call every method.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,18 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.data_ptr(), tensor.numel(), _CODES[tensor.dtype]
 
 
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def _place_for(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+
+
 class TensorKind:
     """Torch tensors."""
 
@@ -53,20 +66,18 @@ class TensorKind:
                 )
         return [tensor.detach() for tensor in tensors], wrap
 
-    def outgoing(self, tensor: torch.Tensor) -> tuple[Any, Any]:
-        """The tensor, or a contiguous copy in host memory."""
-        if tensor.device.type != "cpu":
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            tensor = copy.copy_(tensor)
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
-        return _memory(tensor), tensor
+    def outgoing(self, tensors: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The tensors, or contiguous copies in host memory."""
+        kept = [_on_host(tensor).resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+        return [_memory(tensor) for tensor in kept], kept
 
-    def incoming(self, tensor: torch.Tensor) -> tuple[Any, Any, Callable[[], object] | None]:
-        """The tensor, or memory that is then copied to it."""
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-            return _memory(tensor), tensor, None
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-        return _memory(copy), copy, lambda: tensor.copy_(copy)
+    def incoming(self, tensors: list[Any]) -> tuple[list[Any], list[Any], list[Callable[[], object]]]:
+        """The tensors, or memory that is then copied to them."""
+        kept = [_place_for(tensor) for tensor in tensors]
+        ends: list[Callable[[], object]] = [
+            partial(to.copy_, place) for to, place in zip(tensors, kept, strict=True) if place is not to
+        ]
+        return [_memory(place) for place in kept], kept, ends
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A new tensor on the same device."""
