@@ -229,12 +229,6 @@ impl Channel {
                 task.calls.agreed &= agreed;
                 task.calls.lookahead = task.calls.lookahead.common(state.lookahead());
                 *in_flight = None;
-                if active.plan.zero_copy {
-                    self.with_slice(active, all_packed, chunk, index, |_, slice| {
-                        // SAFETY: the slice is complete, and this shard owns it in the tensors of all ranks.
-                        unsafe { slice.ops.write_results(&slice.part(slice.bytes.clone())) }
-                    })?;
-                }
             }
         }
         Ok(task.slices.iter().all(Option::is_none).then_some(ChunkStage::Complete(all_packed)))
@@ -255,12 +249,11 @@ impl Channel {
         let (bytes, slots) = (shard_range(topology, call, chunk, shard), self.rounds.slots(all_packed, 0));
         let round = all_packed.round().number();
         let in_place = self.rounds.shm().region().peer_memory().filter(|_| plan.zero_copy).map(ReducingInPlace);
-        let (ops, result): (&dyn InterHostOps, _) = match &in_place {
-            // The slot holds addresses.
-            Some(in_place) => (in_place, inter_host.result_buffer(round).wrapping_sub(bytes.start)),
-            None => (inter_host_ops(call), slots[topology.local_rank()]),
+        let ops: &dyn InterHostOps = match &in_place {
+            Some(in_place) => in_place,
+            None => inter_host_ops(call),
         };
-        let shard = ShardView { topology, shard, chunk, slots, result };
+        let shard = ShardView { topology, shard, chunk, slots, result: slots[topology.local_rank()] };
         let block_len = plan.chunk_len(call, chunk);
         work(inter_host, &Slice { ops, call, shard, bytes, block_len, round })
     }

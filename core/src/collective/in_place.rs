@@ -1,9 +1,11 @@
 //! Allreduce between hosts of tensors in peer memory: a shard owner reads its slice in the tensors of all ranks of its
-//! host, and writes the result to them. The slots hold addresses ([`super::zero_copy`]). The order of addition is that of
+//! host, and writes the results to them. The slots hold addresses ([`super::zero_copy`]). The order of addition is that of
 //! any other allreduce: same bits.
 //!
 //! Messages go through the memory of the links, never through tensors: a transfer may outlive a failed call.
 //! Thread rule: that of [`super::Channel`].
+
+use std::ops::Range;
 
 use super::partials::{InterHostOps, Partial, Piece, Reducing};
 use super::shard::PerRank;
@@ -20,10 +22,22 @@ pub(super) struct ReducingInPlace<'a>(pub &'a dyn PeerMemory);
 struct TensorPart {
     reduction: Reduction,
     count: usize,
-    /// Offset of the elements in the result.
-    wire: usize,
+    /// Offset of the elements in a message with results of the piece.
+    result: usize,
     /// Offset of their accumulators in the partial results.
     at: usize,
+}
+
+impl TensorPart {
+    /// The bytes of the elements.
+    fn len(&self) -> usize {
+        self.count * self.reduction.wire_size()
+    }
+
+    /// Their place in a message with results.
+    fn message(&self) -> Range<usize> {
+        self.result..self.result + self.len()
+    }
 }
 
 impl ReducingInPlace<'_> {
@@ -34,6 +48,7 @@ impl ReducingInPlace<'_> {
         side: Side,
         mut work: impl FnMut(&PerRank<*mut u8>, &TensorPart),
     ) -> Result<()> {
+        let mut result = 0;
         for part in piece.parts() {
             let wire_size = part.reduction.wire_size();
             let run = part.wire..part.wire + part.count * wire_size;
@@ -41,7 +56,9 @@ impl ReducingInPlace<'_> {
                 // SAFETY: all slots hold addresses in a round of this kind.
                 let tensors = unsafe { zero_copy::addresses(piece.call, piece.shard.slots, &range, side, self.0) }?;
                 let at = part.at + (range.offset - part.wire) / wire_size * part.reduction.acc_size();
-                work(&tensors, &TensorPart { reduction: part.reduction, count: range.count, wire: range.offset, at });
+                let part = TensorPart { reduction: part.reduction, count: range.count, result, at };
+                result += part.len();
+                work(&tensors, &part);
             }
         }
         Ok(())
@@ -56,8 +73,7 @@ impl InterHostOps for ReducingInPlace<'_> {
     unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool> {
         self.for_tensors(piece, Side::Source, |tensors, part| {
             let sources: PerRank<*const u8> = tensors.iter().map(|tensor| tensor.cast_const()).collect();
-            let len = part.count * part.reduction.wire_size();
-            sources.iter().for_each(|&source| sync::check_read(source, len));
+            sources.iter().for_each(|&source| sync::check_read(source, part.len()));
             let acc = out[part.at..part.at + part.count * part.reduction.acc_size()].as_mut_ptr();
             // SAFETY: this shard owns the piece of all tensors; slicing checks that the accumulators fit.
             unsafe { part.reduction.partial(&sources, acc, part.count) };
@@ -70,18 +86,33 @@ impl InterHostOps for ReducingInPlace<'_> {
         unsafe { Reducing.add_partials(piece, low, high, out) };
     }
 
-    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) {
-        // SAFETY: the caller's promise.
-        unsafe { Reducing.finish_shard(piece, low, high) };
+    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) -> Result<()> {
+        let accs: PerRank<*const u8> = [low, high].into_iter().flatten().collect();
+        self.for_tensors(piece, Side::Destination, |tensors, part| {
+            let accs: PerRank<*const u8> = accs.iter().map(|acc| acc.wrapping_add(part.at)).collect();
+            tensors.iter().for_each(|&tensor| sync::check_write(tensor, part.len()));
+            // SAFETY: the caller's promise; this shard has read its part of this piece in all tensors.
+            unsafe { part.reduction.finish(&accs, tensors, part.count) };
+        })
     }
 
-    unsafe fn write_results(&self, piece: &Piece<'_>) -> Result<()> {
+    unsafe fn read_result(&self, piece: &Piece<'_>, message: &mut [u8]) -> Result<()> {
         self.for_tensors(piece, Side::Destination, |tensors, part| {
-            let len = part.count * part.reduction.wire_size();
+            // All have the same.
+            let (tensor, body) = (tensors[0], &mut message[part.message()]);
+            sync::check_read(tensor, body.len());
+            // SAFETY: the caller's promise.
+            unsafe { tensor.copy_to_nonoverlapping(body.as_mut_ptr(), body.len()) };
+        })
+    }
+
+    unsafe fn write_result(&self, piece: &Piece<'_>, message: &[u8]) -> Result<()> {
+        self.for_tensors(piece, Side::Destination, |tensors, part| {
+            let body = &message[part.message()];
             for &tensor in tensors {
-                sync::check_write(tensor, len);
-                // SAFETY: the caller's promise; a result is in no tensor.
-                unsafe { piece.shard.result.add(part.wire).copy_to_nonoverlapping(tensor, len) };
+                sync::check_write(tensor, body.len());
+                // SAFETY: the caller's promise; a message is in no tensor.
+                unsafe { body.as_ptr().copy_to_nonoverlapping(tensor, body.len()) };
             }
         })
     }

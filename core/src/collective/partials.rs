@@ -56,20 +56,52 @@ pub(crate) trait InterHostOps: Sync {
     /// The operands are valid for their lengths, and so is `out`, which equals one of them or overlaps neither.
     unsafe fn add_partials(&self, piece: &Piece<'_>, low: Partial, high: Partial, out: *mut u8);
 
-    /// Completes `piece` in the shard's result from the last two partial results.
+    /// Completes `piece` from the last two partial results, where the ranks of this host have or take it.
+    ///
+    /// # Errors
+    /// As for `contribute`.
     ///
     /// # Safety
     /// As for `contribute` and `add_partials`.
-    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial);
+    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) -> Result<()>;
 
-    /// Writes the completed `piece` to the tensors of all ranks of the host, if they are not to copy it from the slot.
+    /// Copies the completed `piece` to a message.
     ///
     /// # Errors
-    /// [`crate::error::Error::Internal`] if this rank cannot access a tensor.
+    /// As for `contribute`.
     ///
     /// # Safety
-    /// This shard has completed `piece` and owns it in the tensors of all ranks.
-    unsafe fn write_results(&self, _piece: &Piece<'_>) -> Result<()> {
+    /// This shard has completed `piece`.
+    unsafe fn read_result(&self, piece: &Piece<'_>, message: &mut [u8]) -> Result<()> {
+        let mut at = 0;
+        for run in piece.runs() {
+            let body = &mut message[at..at + run.bytes.len()];
+            let from = piece.shard.result.wrapping_add(run.bytes.start);
+            sync::check_read(from, body.len());
+            // SAFETY: the caller's promise.
+            unsafe { ptr::copy_nonoverlapping(from, body.as_mut_ptr(), body.len()) };
+            at += body.len();
+        }
+        Ok(())
+    }
+
+    /// Takes the completed `piece` from a message.
+    ///
+    /// # Errors
+    /// As for `contribute`.
+    ///
+    /// # Safety
+    /// As for `contribute`.
+    unsafe fn write_result(&self, piece: &Piece<'_>, message: &[u8]) -> Result<()> {
+        let mut at = 0;
+        for run in piece.runs() {
+            let body = &message[at..at + run.bytes.len()];
+            let to = piece.shard.result.wrapping_add(run.bytes.start);
+            sync::check_write(to, body.len());
+            // SAFETY: the caller's promise.
+            unsafe { ptr::copy_nonoverlapping(body.as_ptr(), to, body.len()) };
+            at += body.len();
+        }
         Ok(())
     }
 }
@@ -141,7 +173,7 @@ impl InterHostOps for Reducing {
         }
     }
 
-    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) {
+    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) -> Result<()> {
         let accs: PerRank<*const u8> = [low, high].into_iter().flatten().collect();
         for part in piece.parts() {
             let accs: PerRank<*const u8> = accs.iter().map(|acc| acc.wrapping_add(part.at)).collect();
@@ -150,6 +182,7 @@ impl InterHostOps for Reducing {
             // SAFETY: as in `add_partials`; this shard owns the piece of its slot.
             unsafe { part.reduction.finish(&accs, &[out], part.count) };
         }
+        Ok(())
     }
 }
 
@@ -186,14 +219,9 @@ impl InterHostOps for Moving {
         }
     }
 
-    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) {
-        let Some(part) = low.or(high) else { return };
-        let mut at = 0;
-        for run in piece.runs() {
-            let len = run.bytes.len();
-            // SAFETY: this shard owns the piece of its slot.
-            unsafe { ptr::copy_nonoverlapping(part.add(at), piece.shard.result.add(run.bytes.start), len) };
-            at += len;
-        }
+    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) -> Result<()> {
+        let Some(part) = low.or(high) else { return Ok(()) };
+        // SAFETY: the partial results are the bytes of the root; this shard owns the piece of its slot.
+        unsafe { self.write_result(piece, std::slice::from_raw_parts(part, self.partial_bytes(piece))) }
     }
 }

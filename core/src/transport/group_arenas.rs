@@ -20,6 +20,9 @@ pub struct GroupArenas {
     local_ranks: Vec<usize>,
     /// The processes of the ranks, if all of them can access each other's private memory.
     processes: Option<Vec<i32>>,
+    /// Whether the only rank of the group on this host shares all of its memory, with itself: calls between hosts then read
+    /// and write its tensors wherever they are.
+    is_alone: bool,
     has_failed: AtomicBool,
     holds: Holds,
 }
@@ -32,7 +35,12 @@ impl GroupArenas {
     /// the result of [`readable_processes`], if every rank of the group has one. After a failure, what the others may still
     /// access is added to `holds`.
     pub fn new(arenas: Arc<Arenas>, local_ranks: Vec<usize>, processes: Option<Vec<i32>>, holds: Holds) -> GroupArenas {
-        GroupArenas { arenas, local_ranks, processes, has_failed: AtomicBool::new(false), holds }
+        GroupArenas { arenas, local_ranks, processes, is_alone: false, has_failed: AtomicBool::new(false), holds }
+    }
+
+    /// Of a group on several hosts.
+    pub fn between_hosts(self) -> GroupArenas {
+        GroupArenas { is_alone: self.local_ranks.len() == 1, ..self }
     }
 
     fn process(&self, local_rank: usize) -> Option<i32> {
@@ -49,10 +57,13 @@ pub fn readable_processes(arenas: &Arenas, local_ranks: &[usize]) -> Option<Vec<
 
 impl PeerMemory for GroupArenas {
     fn offset_of(&self, range: Range<usize>) -> Option<u64> {
-        self.arenas.offset_of(range)
+        if self.is_alone { Some(range.start as u64) } else { self.arenas.offset_of(range) }
     }
 
     fn resolve(&self, local_rank: usize, offset: u64, len: usize) -> Option<*mut u8> {
+        if self.is_alone {
+            return usize::try_from(offset).ok().map(std::ptr::with_exposed_provenance_mut);
+        }
         self.arenas.resolve(*self.local_ranks.get(local_rank)?, offset, len)
     }
 

@@ -177,6 +177,7 @@ impl Job {
         let processes = Arc::clone(&self.ranks.local_processes);
         let liveness = Box::new(MemberLiveness { processes, local_ranks: local_ranks.clone() });
         let arenas = GroupArenas::new(Arc::clone(self.groups.arenas()), local_ranks, readable, memory.holds());
+        let arenas = if topology.hosts() > 1 { arenas.between_hosts() } else { arenas };
         let region = ShmRegion::new(
             memory,
             layout,

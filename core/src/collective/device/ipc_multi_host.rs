@@ -333,8 +333,8 @@ impl InterHostOps for HostSums {
         unsafe { Reducing.add_partials(piece, low, high, out) };
     }
 
-    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) {
+    unsafe fn finish_shard(&self, piece: &Piece<'_>, low: Partial, high: Partial) -> Result<()> {
         // SAFETY: the caller's promise; the means buffer is this shard's slot.
-        unsafe { Reducing.finish_shard(piece, low, high) };
+        unsafe { Reducing.finish_shard(piece, low, high) }
     }
 }

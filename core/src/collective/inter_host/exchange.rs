@@ -1,7 +1,6 @@
 //! The exchange of one slice between hosts.
 
 use std::ops::Range;
-use std::ptr;
 
 use super::cost;
 use super::handshake_state::{HandshakeState, HostCalls, Payload};
@@ -21,7 +20,7 @@ use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
 use crate::transport::memory::Aligned;
 use crate::transport::{
-    HostLink, HostMessage, MAX_EXCHANGES, NETWORK_WINDOW, NetworkModel, WaitContext, finish_exchange, sync,
+    HostLink, HostMessage, MAX_EXCHANGES, NETWORK_WINDOW, NetworkModel, WaitContext, finish_exchange,
 };
 use crate::wire_layout::{DtypeRun, HEADER};
 
@@ -35,8 +34,6 @@ pub(crate) struct InterHost {
     setting: AlgorithmSetting,
     /// For each exchange: this host's partial sums of the range that it completes.
     host_partial: [Aligned; MAX_EXCHANGES],
-    /// For each exchange: room for the result, if it is not completed in a slot. Not touched before it is used.
-    results: [Aligned; MAX_EXCHANGES],
 }
 
 /// A slice in flight between hosts.
@@ -89,14 +86,9 @@ impl InterHost {
         setting: AlgorithmSetting,
     ) -> InterHost {
         let capacity = link.buffers(0).send.len();
-        let [host_partial, results] = [(); 2].map(|()| [(); MAX_EXCHANGES].map(|()| Aligned::new(capacity)));
+        let host_partial = [(); MAX_EXCHANGES].map(|()| Aligned::new(capacity));
         let trees = [0, 1].map(|turn| ReductionTree::new(topology.hosts(), topology.host(), turn));
-        InterHost { shard, link, trees, network, setting, host_partial, results }
-    }
-
-    /// Room for a shard's slice of a chunk in round `round`.
-    pub(in crate::collective) fn result_buffer(&mut self, round: u32) -> *mut u8 {
-        self.results[round as usize % MAX_EXCHANGES].as_mut_slice().as_mut_ptr()
+        InterHost { shard, link, trees, network, setting, host_partial }
     }
 
     /// Sends the first messages of a slice. `matched`: all hosts are known to have the same call. `calls`: those of this
@@ -325,37 +317,21 @@ impl SliceExchange<'_> {
     }
 
     /// Writes a message with the completed `piece` at byte `at` of the send buffer.
-    pub fn pack_result(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Range<usize> {
+    pub fn pack_result(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Result<Range<usize>> {
+        let end = at + HEADER + self.result_bytes(piece.clone());
         self.header(kind, true, true).write(&mut self.link.buffers(self.exchange_index).send[at..]);
-        let Slice { call, shard, .. } = self.slice;
-        let send = self.link.buffers(self.exchange_index).send;
-        let mut end = at + HEADER;
-        for run in runs(call, shard.topology, shard.shard, shard.chunk, piece) {
-            let body = &mut send[end..end + run.bytes.len()];
-            let from = shard.result.wrapping_add(run.bytes.start);
-            sync::check_read(from, body.len());
-            // SAFETY: this shard owns the slice of its slot and has completed it.
-            unsafe { ptr::copy_nonoverlapping(from, body.as_mut_ptr(), body.len()) };
-            end += run.bytes.len();
-        }
-        at..end
+        let (slice, send) = (self.slice, self.link.buffers(self.exchange_index).send);
+        // SAFETY: this shard has completed the piece.
+        unsafe { slice.ops.read_result(&slice.part(piece), &mut send[at + HEADER..end]) }?;
+        Ok(at..end)
     }
 
-    /// Copies a completed `piece` from the message at `at` in the receive buffer.
+    /// Takes a completed `piece` from the message at `at` in the receive buffer.
     pub fn unpack_result(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Result<()> {
         self.read_matched(at, kind)?;
-        let Slice { call, shard, .. } = self.slice;
-        let recv = self.link.buffers(self.exchange_index).recv;
-        let mut from = at + HEADER;
-        for run in runs(call, shard.topology, shard.shard, shard.chunk, piece) {
-            let body = &recv[from..from + run.bytes.len()];
-            let to = shard.result.wrapping_add(run.bytes.start);
-            sync::check_write(to, body.len());
-            // SAFETY: as in `pack_result`.
-            unsafe { ptr::copy_nonoverlapping(body.as_ptr(), to, body.len()) };
-            from += run.bytes.len();
-        }
-        Ok(())
+        let (slice, recv) = (self.slice, self.link.buffers(self.exchange_index).recv);
+        // SAFETY: all ranks of the host have packed, so this shard owns its slice.
+        unsafe { slice.ops.write_result(&slice.part(piece), &recv[at + HEADER..]) }
     }
 
     /// The whole receive buffer, for one message of unknown length.

@@ -77,7 +77,7 @@ impl SliceExchange<'_> {
     fn end_rounds(&mut self, state: &HandshakeState) -> Result<Next> {
         let Role::FoldsIn(from) = self.tree.role else { return Ok(state.outcome()) };
         let end = match state.has_payload() {
-            true => self.pack_result(0, self.slice.bytes.clone(), RESULT).end,
+            true => self.pack_result(0, self.slice.bytes.clone(), RESULT)?.end,
             false => HEADER,
         };
         self.write_header(RESULT, state, 0..0);
@@ -102,7 +102,7 @@ impl SliceExchange<'_> {
     fn start_unfold(&mut self, round: usize) -> Result<ExchangeStage> {
         let (host, first) = self.tree.partner(round);
         let (own, received) = halves(&self.range_before(round), first);
-        let message = self.pack_result(0, own, UNFOLD + round_kind(round));
+        let message = self.pack_result(0, own, UNFOLD + round_kind(round))?;
         let recv_range = 0..HEADER + received.len();
         self.start(&[HostMessage { host, bytes: message }], &[HostMessage { host, bytes: recv_range }])?;
         Ok(ExchangeStage::Unfold(round))
@@ -179,7 +179,7 @@ impl SliceExchange<'_> {
         // not overlap.
         unsafe {
             if last {
-                slice.ops.finish_shard(&slice.part(state.range.clone()), low, high);
+                slice.ops.finish_shard(&slice.part(state.range.clone()), low, high)?;
             } else {
                 slice.ops.add_partials(&slice.part(state.range.clone()), low, high, out);
                 state.has_data |= received.is_some();

@@ -99,7 +99,7 @@ impl SliceExchange<'_> {
             // buffer.
             unsafe {
                 if number + 1 == add_order.len() {
-                    slice.ops.finish_shard(&slice.part(own_piece.clone()), first, second);
+                    slice.ops.finish_shard(&slice.part(own_piece.clone()), first, second)?;
                 } else if let Some(out) = first.or(second) {
                     slice.ops.add_partials(&slice.part(own_piece.clone()), first, second, out.cast_mut());
                     parts[low] = Some(out);
@@ -114,7 +114,7 @@ impl SliceExchange<'_> {
 
     /// Sends this host's completed piece.
     pub fn start_gather(&mut self) -> Result<ExchangeStage> {
-        let message = self.pack_result(0, self.piece(self.host()), GATHER);
+        let message = self.pack_result(0, self.piece(self.host()), GATHER)?;
         let targets = self.other_hosts().filter(|&host| self.is_target(host));
         let sends: Vec<HostMessage> = targets.map(|host| HostMessage { host, bytes: message.clone() }).collect();
         let receives = self.gather_receives();

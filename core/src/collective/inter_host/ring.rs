@@ -58,7 +58,7 @@ impl SliceExchange<'_> {
         let slice = self.slice;
         if round + 1 == last {
             // SAFETY: both operands are partial sums of this piece; the buffers do not overlap.
-            unsafe { slice.ops.finish_shard(&slice.part(piece), received, own) };
+            unsafe { slice.ops.finish_shard(&slice.part(piece), received, own) }?;
             return self.pass_on(last);
         }
         let out = self.link.buffers(self.exchange_index).send[HEADER..].as_mut_ptr();
@@ -75,7 +75,7 @@ impl SliceExchange<'_> {
     /// Sends the completed piece of `round` to the next host.
     fn pass_on(&mut self, round: usize) -> Result<Next> {
         let kind = ALLGATHER + round_kind(round - (self.hosts() - 1));
-        let message = self.pack_result(0, self.piece(self.ring_piece(round)), kind);
+        let message = self.pack_result(0, self.piece(self.ring_piece(round)), kind)?;
         self.send_next(message, self.ring_piece(round + 1))?;
         Ok(Next::ExchangeStage(ExchangeStage::Ring(round)))
     }
