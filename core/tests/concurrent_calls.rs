@@ -31,11 +31,13 @@ struct HeldLink {
     since: Instant,
     /// Whether several exchanges have been in flight at once.
     several: bool,
+    /// The number of exchanges that have started.
+    started: usize,
 }
 
 impl HeldLink {
     fn boxed(link: Box<dyn HostLink>, holds: fn(&HeldLink) -> bool) -> Box<dyn HostLink> {
-        Box::new(HeldLink { link, holds, since: Instant::now(), several: false })
+        Box::new(HeldLink { link, holds, since: Instant::now(), several: false, started: 0 })
     }
 
     /// The number of exchanges in flight.
@@ -51,6 +53,7 @@ impl HostLink for HeldLink {
 
     fn start(&mut self, exchange: usize, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()> {
         self.since = Instant::now();
+        self.started += 1;
         self.several |= self.exchanges() > 0;
         self.link.start(exchange, sends, receives)
     }
@@ -81,6 +84,11 @@ fn until_all_are_in_flight(link: &HeldLink) -> bool {
 /// For 50 ms, and for ever once several exchanges are in flight.
 fn once_several_are_in_flight(link: &HeldLink) -> bool {
     link.several || link.since.elapsed() < Duration::from_millis(50)
+}
+
+/// For 50 ms, and for ever once the second exchange has started.
+fn once_the_second_has_started(link: &HeldLink) -> bool {
+    link.started > 1 || link.since.elapsed() < Duration::from_millis(50)
 }
 
 #[test]
@@ -201,27 +209,31 @@ fn fusion_changes_no_bits() {
     }
 }
 
-/// The last call has a shorter deadline than the others.
+/// The last call has a shorter deadline than the others, with which it is fused or not.
 #[test]
 fn the_deadline_of_a_call_holds_while_those_before_it_are_under_way() {
-    let link = |link| HeldLink::boxed(link, once_several_are_in_flight);
-    World { link, timeout: Duration::from_secs(10), ..World::new(&[1, 1]) }.run(|rank| {
-        let mut data = vec![vec![1f64; 10]; 6];
-        let start = |(index, data): (usize, &mut Vec<f64>)| match index {
-            1 => {
-                // The first call is under way alone, so all others are queued when the second one begins.
-                std::thread::sleep(Duration::from_millis(10));
-                rank.start(MAX, vec![vec![tensor(data)]], "")
-            }
-            5 => rank.start_within(1.0, vec![vec![tensor(data)]], ""),
-            _ => rank.start(ALTERNATELY[index % 2], vec![vec![tensor(data)]], ""),
-        };
-        let calls: Vec<_> = data.iter_mut().enumerate().map(start).collect();
-        let outcomes: Vec<_> =
-            calls.into_iter().map(|call| call.recv_timeout(Duration::from_secs(30)).unwrap()).collect();
-        let Err(Error::Timeout(text)) = &outcomes[5] else { panic!("{outcomes:?}") };
-        assert!(text.contains("the timeout of this call"), "{text}");
-    });
+    type Link = fn(Box<dyn HostLink>) -> Box<dyn HostLink>;
+    let fused: (_, Link) = ([Op::MEAN; 2], |link| HeldLink::boxed(link, once_the_second_has_started));
+    let alone: (_, Link) = ([Op::MEAN, MAX], |link| HeldLink::boxed(link, once_several_are_in_flight));
+    for (ops, link) in [fused, alone] {
+        World { link, timeout: Duration::from_secs(10), ..World::new(&[1, 1]) }.run(|rank| {
+            let mut data = vec![vec![1f64; 10]; 6];
+            let start = |(index, data): (usize, &mut Vec<f64>)| {
+                if index == 1 {
+                    // The first call is under way alone, so all others are queued when the second one begins.
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                let (op, tensors) = (ops[(index + 1) % 2], vec![vec![tensor(data)]]);
+                if index == 5 { rank.start_within(1.0, tensors, "") } else { rank.start(op, tensors, "") }
+            };
+            let calls: Vec<_> = data.iter_mut().enumerate().map(start).collect();
+            let outcomes: Vec<_> =
+                calls.into_iter().map(|call| call.recv_timeout(Duration::from_secs(30)).unwrap()).collect();
+            assert_eq!(outcomes[0], Ok(()));
+            let Err(Error::Timeout(text)) = &outcomes[5] else { panic!("{outcomes:?}") };
+            assert!(text.contains("the timeout of this call"), "{text}");
+        });
+    }
 }
 
 /// Calls whose memory conflicts wait for each other: a sum of sums, results that another call reads, and a tensor that
