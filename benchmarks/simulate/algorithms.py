@@ -40,6 +40,8 @@ class Shard(Protocol):
     """The bytes of the shard."""
     width: float
     """Size of a partial sum relative to its result."""
+    is_only: bool
+    """Whether the host has one rank, which sends elements instead of partial sums in a pairwise exchange."""
 
     def send(self, to: Sequence[Role], stage: object, length: float, messages: int = 1, rounds: int = 1) -> Process:
         """Sends `messages` concurrent messages of `length` bytes, in `rounds` consecutive rounds."""
@@ -95,7 +97,7 @@ def _handshake(shard: Shard, payload: str) -> Process:
 
 def _pairwise(shard: Shard) -> Process:
     mine, others = piece(shard.bytes, shard.hosts), shard.hosts - 1
-    for stage, length in (("parts", mine * shard.width), ("results", mine)):
+    for stage, length in (("parts", mine * (1 if shard.is_only else shard.width)), ("results", mine)):
         yield from shard.send(shard.roles, stage, length, messages=others)
         for kind in shard.roles:
             yield from shard.receive(kind, stage)

@@ -46,7 +46,8 @@ def seconds(
     """The seconds of a chunk with `algorithm` on `hosts` hosts.
 
     `result_bytes` and `partial_bytes` are the bytes of a host's result and of its partial sum (which may be wider), for
-    all `shards` together. `first`: the call's first chunk, whose messages also match the calls of the hosts.
+    all `shards` together; with one shard, a host's only rank sends elements in `pairwise`, which are no wider. `first`:
+    the call's first chunk, whose messages also match the calls of the hosts.
     `overlap`: the chunks of a channel that hide each other's latencies.
     """
     n = hosts
@@ -57,7 +58,7 @@ def seconds(
     headers = shards * HEADER
     width = partial_bytes / max(result_bytes, 1)
 
-    def both_ways(piece: int) -> float:
+    def both_ways(piece: int, width: float = width) -> float:
         lines = -(-piece // LINE) * LINE
         return shards * (lines * (width + 1) + 2 * HEADER)
 
@@ -83,7 +84,9 @@ def seconds(
         sent = with_fold(sum(both_ways(shard >> i) for i in range(1, rounds + 1)))
         added = ((power - 1) / power + folds) * partial_bytes
     else:
-        sent, added = (n - 1) * both_ways(shard // n), (n - 1) / n * partial_bytes
+        sends_elements = shards == 1 and algorithm == "pairwise"
+        sent = (n - 1) * both_ways(shard // n, 1 if sends_elements else width)
+        added = (n - 1) / n * partial_bytes
     return (
         network.latency_s * (latencies if first else latencies / overlap)
         + max(network.message_gap_s * messages, network.byte_s * sent)

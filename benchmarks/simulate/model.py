@@ -222,7 +222,7 @@ class _Shard:
         self._of_role = dict(zip(turns, host.peers.values(), strict=True))
         self.role = next(role for role, peer in self._of_role.items() if peer is host)
         self.roles: Sequence[Role] = list(self._of_role)
-        self.bytes, self.width = length, host.call.width
+        self.bytes, self.width, self.is_only = length, host.call.width, host.job.ranks == 1
 
     def send(self, to: Sequence[Role], stage: object, length: float, messages: int = 1, rounds: int = 1) -> Process:
         host, clock, ranks = self._host, self._host.clock, self._host.job.ranks

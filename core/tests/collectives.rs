@@ -6,8 +6,9 @@ mod common;
 use common::{Element, Rank, World, tensor};
 use dl_comm_core::buffer::{Buffer, Tensor};
 use dl_comm_core::cases::cases;
-use dl_comm_core::collective::{Algorithm, AlgorithmSetting, Op};
+use dl_comm_core::collective::{Algorithm, AlgorithmSetting, Op, Pattern};
 use dl_comm_core::dtype::DType;
+use dl_comm_core::reduce::ReduceOp;
 use dl_comm_core::transport::in_process::Access;
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -264,6 +265,61 @@ fn reference(hosts: &[usize], inputs: &[Vec<f32>]) -> Vec<f32> {
     }
     let count = inputs.len() as f32;
     sums[0].iter().map(|sum| sum / count).collect()
+}
+
+/// Ranks that are alone on their hosts send half types as they are: the bits are those of the other algorithms, which send
+/// partial sums, and a pairwise exchange sends two thirds of the bytes.
+#[test]
+fn half_types_between_hosts_of_one_rank() {
+    const LEN: usize = 6000;
+    let operators = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Sum.with_factors(0.3, 1.7)];
+    for (hosts, access) in
+        [(&[1, 1][..], Access::Slots), (&[1, 1], Access::Peer), (&[1, 1, 1], Access::Slots), (&[1; 5], Access::Peer)]
+    {
+        let size = hosts.len();
+        let all = SAME_BITS.map(|algorithm| {
+            World { slot: 64 << 10, algorithm, access, threads: 2, ..World::new(hosts) }.run(|rank| {
+                let value = |index: usize| ((index as f32 * 0.7 + rank.rank as f32 * 1e3).sin() * 1e2, index);
+                let mut results: Vec<Vec<u16>> = Vec::new();
+                for op in operators {
+                    let ops = [Op::allreduce(op), Op::reduce(op, size - 1), Op::reduce_scatter(op)];
+                    for (op, dtype) in ops.into_iter().flat_map(|op| [(op, DType::BF16), (op, DType::F16)]) {
+                        let bits = |(value, _): (f32, usize)| match dtype {
+                            DType::BF16 => bf16::from_f32(value).to_bits(),
+                            _ => f16::from_f32(value).to_bits(),
+                        };
+                        // Another type in the middle, whose partial sums are as wide as its elements.
+                        let blocks = if op.pattern() == Pattern::Scatter { size } else { 1 };
+                        let input: Vec<u16> = (0..blocks * LEN).map(|index| bits(value(index))).collect();
+                        let floats: Vec<f32> = (0..blocks * 999).map(|index| value(index).0).collect();
+                        let (mut output, mut sums) = (vec![0u16; LEN], vec![0f32; 999]);
+                        let halves = Buffer::new(input.as_ptr().cast(), output.as_mut_ptr().cast(), LEN, dtype);
+                        let wide = Buffer::new(floats.as_ptr().cast(), sums.as_mut_ptr().cast(), 999, DType::F32);
+                        let list = [wide, halves].map(|buffer| Tensor::new(buffer, &[])).to_vec();
+                        rank.call(op, vec![list], "").unwrap();
+                        results.push(output);
+                        results.push(
+                            sums.iter().flat_map(|sum| [sum.to_bits() as u16, (sum.to_bits() >> 16) as u16]).collect(),
+                        );
+                    }
+                }
+                results
+            })
+        });
+        assert!(all.iter().all(|results| *results == all[0]), "{hosts:?} {access:?}");
+    }
+    let sent = |dtype: DType| {
+        let algorithm = AlgorithmSetting::Always(Algorithm::Pairwise);
+        let bytes = World { slot: 64 << 10, algorithm, ..World::new(&[1, 1]) }.run(|rank| {
+            let mut data = vec![0u16; 400_000];
+            let buffer = Buffer::in_place(data.as_mut_ptr().cast(), 800_000 / dtype.size(), dtype);
+            rank.call(Op::MEAN, vec![vec![Tensor::new(buffer, &[])]], "").unwrap();
+            rank.team.group().stats()["sent_bytes"].as_u64().unwrap()
+        });
+        bytes[0] as f64 / 800_000.0
+    };
+    // Each host sends a half of the elements and a half of the results, and headers.
+    assert!((sent(DType::BF16) - 1.0).abs() < 0.01 && (sent(DType::F32) - 1.0).abs() < 0.01, "{}", sent(DType::BF16));
 }
 
 proptest! {

@@ -7,11 +7,13 @@
 
 use std::ops::Range;
 
-use super::partials::{InterHostOps, Partial, Piece, Reducing};
+use super::call::Call;
+use super::partials::{InterHostOps, Partial, Piece, Reducing, elements_are_shorter};
 use super::shard::PerRank;
 use super::zero_copy::{self, Side};
 use crate::error::Result;
 use crate::reduce::Reduction;
+use crate::topology::Topology;
 use crate::transport::peer_memory::PeerMemory;
 use crate::transport::sync;
 
@@ -65,6 +67,21 @@ impl ReducingInPlace<'_> {
     }
 }
 
+impl ReducingInPlace<'_> {
+    /// Copies what the first rank of the host has in `piece` to a message.
+    ///
+    /// # Safety
+    /// Nobody writes there.
+    unsafe fn read(&self, piece: &Piece<'_>, side: Side, message: &mut [u8]) -> Result<()> {
+        self.for_tensors(piece, side, |tensors, part| {
+            let (tensor, body) = (tensors[0], &mut message[part.message()]);
+            sync::check_read(tensor, body.len());
+            // SAFETY: the caller's promise.
+            unsafe { tensor.copy_to_nonoverlapping(body.as_mut_ptr(), body.len()) };
+        })
+    }
+}
+
 impl InterHostOps for ReducingInPlace<'_> {
     fn partial_bytes(&self, piece: &Piece<'_>) -> usize {
         Reducing.partial_bytes(piece)
@@ -79,6 +96,15 @@ impl InterHostOps for ReducingInPlace<'_> {
             unsafe { part.reduction.partial(&sources, acc, part.count) };
         })?;
         Ok(true)
+    }
+
+    fn sends_elements(&self, call: &Call, topology: &Topology) -> bool {
+        elements_are_shorter(call, topology)
+    }
+
+    unsafe fn read_elements(&self, piece: &Piece<'_>, message: &mut [u8]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.read(piece, Side::Source, message) }
     }
 
     unsafe fn add_partials(&self, piece: &Piece<'_>, low: Partial, high: Partial, out: *mut u8) {
@@ -97,13 +123,8 @@ impl InterHostOps for ReducingInPlace<'_> {
     }
 
     unsafe fn read_result(&self, piece: &Piece<'_>, message: &mut [u8]) -> Result<()> {
-        self.for_tensors(piece, Side::Destination, |tensors, part| {
-            // All have the same.
-            let (tensor, body) = (tensors[0], &mut message[part.message()]);
-            sync::check_read(tensor, body.len());
-            // SAFETY: the caller's promise.
-            unsafe { tensor.copy_to_nonoverlapping(body.as_mut_ptr(), body.len()) };
-        })
+        // SAFETY: the caller's promise. All tensors have the same.
+        unsafe { self.read(piece, Side::Destination, message) }
     }
 
     unsafe fn write_result(&self, piece: &Piece<'_>, message: &[u8]) -> Result<()> {

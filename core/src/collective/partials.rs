@@ -8,8 +8,9 @@ use std::ptr;
 use super::call::Call;
 use super::shard::{PerRank, ShardView};
 use super::wire::runs;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::reduce::Reduction;
+use crate::topology::Topology;
 use crate::transport::sync;
 use crate::wire_layout::{ALIGN, DtypeRun};
 
@@ -49,6 +50,36 @@ pub(crate) trait InterHostOps: Sync {
     /// # Safety
     /// This shard owns the slice of all slots that contains `piece`.
     unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool>;
+
+    /// Whether hosts send the elements of their only rank instead of partial results of a wider type, where they send nothing
+    /// else: float16 and bfloat16 of ranks that are alone on their hosts. The same on all hosts.
+    fn sends_elements(&self, _call: &Call, _topology: &Topology) -> bool {
+        false
+    }
+
+    /// Copies the elements of this host's only rank in `piece` to a message, of the bytes of a result.
+    ///
+    /// # Errors
+    /// As for `contribute`.
+    ///
+    /// # Safety
+    /// As for `contribute`; [`InterHostOps::sends_elements`].
+    unsafe fn read_elements(&self, _piece: &Piece<'_>, _message: &mut [u8]) -> Result<()> {
+        Err(Error::Internal("a host has no elements to send".into()))
+    }
+
+    /// The partial results of a host whose only rank has these elements in `piece`.
+    ///
+    /// # Safety
+    /// `message` has the bytes of a result of `piece`; `out` has room for the partial results and does not overlap it.
+    unsafe fn partial_of_elements(&self, piece: &Piece<'_>, message: *const u8, out: *mut u8) {
+        let mut from = 0;
+        for part in piece.parts() {
+            // SAFETY: the caller's promise.
+            unsafe { part.reduction.partial(&[message.add(from)], out.add(part.at), part.count) };
+            from += part.count * part.reduction.wire_size();
+        }
+    }
 
     /// Adds two partial results of `piece`, in the order `low`, `high`; does nothing if both are absent.
     ///
@@ -111,6 +142,12 @@ pub(super) fn inter_host_ops(call: &Call) -> &'static dyn InterHostOps {
     if call.op.collective.reduces { &Reducing } else { &Moving }
 }
 
+/// Whether each host has one rank, and accumulators of the call are wider than its elements.
+pub(super) fn elements_are_shorter(call: &Call, topology: &Topology) -> bool {
+    topology.hosts() == topology.size()
+        && call.reductions().any(|reduction| reduction.acc_size() > reduction.wire_size())
+}
+
 /// Elements of one type in a host's partial results.
 pub(super) struct PartialRange {
     pub reduction: Reduction,
@@ -150,6 +187,15 @@ pub(super) struct Reducing;
 impl InterHostOps for Reducing {
     fn partial_bytes(&self, piece: &Piece<'_>) -> usize {
         piece.parts().last().map_or(0, |part| part.end())
+    }
+
+    fn sends_elements(&self, call: &Call, topology: &Topology) -> bool {
+        elements_are_shorter(call, topology)
+    }
+
+    unsafe fn read_elements(&self, piece: &Piece<'_>, message: &mut [u8]) -> Result<()> {
+        // SAFETY: the caller's promise; elements and result have the same place in the only slot of the host.
+        unsafe { self.read_result(piece, message) }
     }
 
     unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool> {

@@ -19,6 +19,8 @@ pub(super) struct CostInput {
     pub result_bytes: usize,
     /// Bytes of a host's partial sums, which may have a wider type.
     pub partial_bytes: usize,
+    /// Whether a pairwise exchange sends elements, as many bytes as a result, instead of partial sums.
+    pub sends_elements: bool,
     /// The number of chunks of a channel that hide each other's latencies.
     pub overlap: usize,
     /// The number of shards. They share the host's link and add in parallel.
@@ -62,7 +64,9 @@ pub(super) fn seconds(network: &NetworkModel, algorithm: Algorithm, hosts: usize
         Algorithm::Doubling => with_fold(rounds * (partial_bytes + header_bytes)),
         Algorithm::Halving => with_fold(halving_traffic(hosts.ilog2(), load)),
         Algorithm::Pairwise | Algorithm::Ring => {
-            (n - 1.0) * piece_traffic(load, load.result_bytes / load.shards / hosts)
+            let narrow = load.sends_elements && algorithm == Algorithm::Pairwise;
+            let partial_bytes = if narrow { load.result_bytes } else { load.partial_bytes };
+            (n - 1.0) * piece_traffic(CostInput { partial_bytes, ..load }, load.result_bytes / load.shards / hosts)
         }
     };
     network.latency_s * latencies
@@ -92,7 +96,7 @@ mod tests {
     const TCP: NetworkModel = NetworkModel { latency_s: 30e-6, message_gap_s: 5e-6, byte_s: 1e-9 };
 
     fn float32(bytes: usize) -> CostInput {
-        CostInput { result_bytes: bytes, partial_bytes: bytes, overlap: 1, shards: 1 }
+        CostInput { result_bytes: bytes, partial_bytes: bytes, overlap: 1, sends_elements: false, shards: 1 }
     }
 
     #[test]
@@ -112,10 +116,15 @@ mod tests {
 
     #[test]
     fn wide_partial_sums_favor_halving() {
-        let bfloat16 =
-            |bytes: usize| CostInput { result_bytes: bytes, partial_bytes: 2 * bytes, overlap: 1, shards: 1 };
+        let bfloat16 = |bytes: usize, shards| CostInput {
+            partial_bytes: 2 * bytes,
+            sends_elements: shards == 1,
+            shards,
+            ..float32(bytes)
+        };
         assert_eq!(fastest(&TCP, 2, float32(64 << 10), true), Doubling);
-        assert_eq!(fastest(&TCP, 2, bfloat16(64 << 10), true), Halving);
+        assert_eq!(fastest(&TCP, 2, bfloat16(64 << 10, 2), true), Halving);
+        assert_eq!(fastest(&TCP, 2, bfloat16(64 << 10, 1), true), Pairwise);
     }
 
     #[test]
@@ -131,7 +140,13 @@ mod tests {
 
     #[test]
     fn shards_add_in_parallel_and_share_the_link() {
-        let load = |shards| CostInput { result_bytes: 1 << 20, partial_bytes: 1 << 20, overlap: 1, shards };
+        let load = |shards| CostInput {
+            result_bytes: 1 << 20,
+            partial_bytes: 1 << 20,
+            overlap: 1,
+            sends_elements: false,
+            shards,
+        };
         let of = |shards| seconds(&TCP, Halving, 2, load(shards), false);
         let (added, header) = (ADD_S_PER_BYTE * f64::from(1 << 19), 64.0 * TCP.byte_s);
         assert!((of(1) - of(4) - (0.75 * added - 6.0 * header)).abs() < 1e-12);

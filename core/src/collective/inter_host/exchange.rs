@@ -275,6 +275,7 @@ impl SliceExchange<'_> {
             overlap: others.clamp(1, NETWORK_WINDOW),
             result_bytes: bytes.len() * shards,
             partial_bytes: self.partial_bytes(bytes) * shards,
+            sends_elements: self.sends_elements(),
             shards,
         }
     }
@@ -303,6 +304,21 @@ impl SliceExchange<'_> {
         let has_data = self.contribute_to_send_buffer(at + HEADER, piece.clone())?;
         self.header(kind, true, has_data).write(&mut self.link.buffers(self.exchange_index).send[at..]);
         Ok(at..at + HEADER + if has_data { self.partial_bytes(piece) } else { 0 })
+    }
+
+    /// Whether a pairwise exchange sends elements instead of partial sums.
+    pub fn sends_elements(&self) -> bool {
+        self.slice.ops.sends_elements(self.slice.call, self.slice.shard.topology)
+    }
+
+    /// Writes a message with the elements of this host's only rank in `piece` at byte `at` of the send buffer.
+    pub fn pack_elements(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Result<Range<usize>> {
+        let end = at + HEADER + self.result_bytes(piece.clone());
+        self.header(kind, true, true).write(&mut self.link.buffers(self.exchange_index).send[at..]);
+        let (slice, send) = (self.slice, self.link.buffers(self.exchange_index).send);
+        // SAFETY: the only rank of this host has packed.
+        unsafe { slice.ops.read_elements(&slice.part(piece), &mut send[at + HEADER..end]) }?;
+        Ok(at..end)
     }
 
     /// The elements of `piece`.
