@@ -96,3 +96,30 @@ impl PeerMemory for GroupArenas {
         unsafe { self.arenas.free_zeroed(memory) };
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::transport::shm;
+
+    #[test]
+    fn a_rank_that_is_alone_on_its_host_shares_all_of_its_memory_with_itself() {
+        let files: Vec<_> = (0..2).map(|_| shm::create("/dev/shm", 2).unwrap()).collect();
+        let opened = files.iter().map(|(_, name, _)| shm::open(name.path()).unwrap()).collect();
+        let arenas = Arc::new(Arenas::new(opened, 0, files[0].2).unwrap());
+        let of = |local_ranks: Vec<usize>| GroupArenas::new(Arc::clone(&arenas), local_ranks, None, Holds::default());
+        let private = [7u8; 100];
+        let range = private.as_ptr().addr()..private.as_ptr().addr() + 100;
+        private.as_ptr().expose_provenance();
+        for group in [of(vec![0]), of(vec![0, 1]), of(vec![0, 1]).between_hosts()] {
+            assert_eq!(group.offset_of(range.clone()), None, "other ranks, or no other host");
+        }
+        let alone = of(vec![0]).between_hosts();
+        let offset = alone.offset_of(range).unwrap();
+        let found = alone.resolve(0, offset + 10, 90).unwrap();
+        assert_eq!(found.addr(), private[10..].as_ptr().addr());
+        // SAFETY: these bytes of the array.
+        assert_eq!(unsafe { found.read() }, 7);
+    }
+}
