@@ -7,13 +7,11 @@
 
 use std::ops::Range;
 
-use super::call::Call;
-use super::partials::{InterHostOps, Partial, Piece, Reducing, elements_are_shorter};
+use super::partials::{InterHostOps, Partial, Piece, Reducing};
 use super::shard::PerRank;
 use super::zero_copy::{self, Side};
 use crate::error::Result;
 use crate::reduce::Reduction;
-use crate::topology::Topology;
 use crate::transport::peer_memory::PeerMemory;
 use crate::transport::sync;
 
@@ -65,9 +63,7 @@ impl ReducingInPlace<'_> {
         }
         Ok(())
     }
-}
 
-impl ReducingInPlace<'_> {
     /// Copies what the first rank of the host has in `piece` to a message.
     ///
     /// # Safety
@@ -98,8 +94,8 @@ impl InterHostOps for ReducingInPlace<'_> {
         Ok(true)
     }
 
-    fn sends_elements(&self, call: &Call, topology: &Topology) -> bool {
-        elements_are_shorter(call, topology)
+    fn has_elements(&self) -> bool {
+        true
     }
 
     unsafe fn read_elements(&self, piece: &Piece<'_>, message: &mut [u8]) -> Result<()> {

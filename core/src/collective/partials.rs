@@ -8,9 +8,8 @@ use std::ptr;
 use super::call::Call;
 use super::shard::{PerRank, ShardView};
 use super::wire::runs;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::reduce::Reduction;
-use crate::topology::Topology;
 use crate::transport::sync;
 use crate::wire_layout::{ALIGN, DtypeRun};
 
@@ -51,21 +50,22 @@ pub(crate) trait InterHostOps: Sync {
     /// This shard owns the slice of all slots that contains `piece`.
     unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool>;
 
-    /// Whether hosts send the elements of their only rank instead of partial results of a wider type, where they send nothing
-    /// else: float16 and bfloat16 of ranks that are alone on their hosts. The same on all hosts.
-    fn sends_elements(&self, _call: &Call, _topology: &Topology) -> bool {
+    /// Whether `read_elements` has what `contribute` adds up. The same on all hosts.
+    fn has_elements(&self) -> bool {
         false
     }
 
-    /// Copies the elements of this host's only rank in `piece` to a message, of the bytes of a result.
+    /// Copies the elements of this host's only rank in `piece` to a message, of the bytes of a result. They have the place of
+    /// the result, unless they are read elsewhere.
     ///
     /// # Errors
     /// As for `contribute`.
     ///
     /// # Safety
-    /// As for `contribute`; [`InterHostOps::sends_elements`].
-    unsafe fn read_elements(&self, _piece: &Piece<'_>, _message: &mut [u8]) -> Result<()> {
-        Err(Error::Internal("a host has no elements to send".into()))
+    /// As for `contribute`; [`InterHostOps::has_elements`].
+    unsafe fn read_elements(&self, piece: &Piece<'_>, message: &mut [u8]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.read_result(piece, message) }
     }
 
     /// The partial results of a host whose only rank has these elements in `piece`.
@@ -142,12 +142,6 @@ pub(super) fn inter_host_ops(call: &Call) -> &'static dyn InterHostOps {
     if call.op.collective.reduces { &Reducing } else { &Moving }
 }
 
-/// Whether each host has one rank, and accumulators of the call are wider than its elements.
-pub(super) fn elements_are_shorter(call: &Call, topology: &Topology) -> bool {
-    topology.hosts() == topology.size()
-        && call.reductions().any(|reduction| reduction.acc_size() > reduction.wire_size())
-}
-
 /// Elements of one type in a host's partial results.
 pub(super) struct PartialRange {
     pub reduction: Reduction,
@@ -189,13 +183,8 @@ impl InterHostOps for Reducing {
         piece.parts().last().map_or(0, |part| part.end())
     }
 
-    fn sends_elements(&self, call: &Call, topology: &Topology) -> bool {
-        elements_are_shorter(call, topology)
-    }
-
-    unsafe fn read_elements(&self, piece: &Piece<'_>, message: &mut [u8]) -> Result<()> {
-        // SAFETY: the caller's promise; elements and result have the same place in the only slot of the host.
-        unsafe { self.read_result(piece, message) }
+    fn has_elements(&self) -> bool {
+        true
     }
 
     unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool> {

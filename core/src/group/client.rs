@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::call_summary::CallSummary;
 use super::messenger::Messenger;
 use super::recorder::Submission;
+use super::state::LOOK_EVERY;
 use super::submit::Group;
 use super::work::{CallOptions, Timeout, wait_for_result};
 use crate::clock::coarse_now;
@@ -19,9 +20,6 @@ use crate::topology::Topology;
 use crate::transport::WaitContext;
 use crate::transport::peer_memory::PeerMemory;
 use crate::transport::wait_context::with_limits;
-
-/// How often operations that wait for no other rank look for lost ranks.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 impl Group {
     /// The members, by host.

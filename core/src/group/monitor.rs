@@ -10,7 +10,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::lost::{AtWork, Loss};
-use super::state::GroupState;
+use super::state::{GroupState, LOOK_EVERY};
 use super::work::Work;
 use crate::affinity::unbind;
 use crate::collective::device::{StreamRelease, TEARDOWN_TIMEOUT, producer};
@@ -22,8 +22,6 @@ use crate::transport::gpu::{Event, LaunchOrder, has_one_queue};
 const MIN_SLEEP: Duration = Duration::from_micros(20);
 const MAX_BLOCKING_SLEEP: Duration = Duration::from_micros(200);
 const MAX_SLEEP: Duration = Duration::from_millis(10);
-/// How often a rank with calls in GPU graphs looks for lost ranks.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// The thread that polls the calls.
 pub(super) struct Monitor {

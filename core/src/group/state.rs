@@ -23,6 +23,9 @@ use crate::group_key::Members;
 use crate::signals;
 use crate::transport::ShmRegion;
 
+/// How often a rank that waits for no other rank looks for lost ones.
+pub(super) const LOOK_EVERY: Duration = Duration::from_millis(100);
+
 /// Called with a message about a stall, and about the failure that ended the group.
 pub type OnFailure = Arc<dyn Fn(&str) + Send + Sync>;
 

@@ -11,7 +11,7 @@ use crate::collective::algorithm::{Algorithm, AlgorithmSetting};
 use crate::collective::call::Call;
 use crate::collective::lookahead::Lookahead;
 use crate::collective::operation::Pattern;
-use crate::collective::partials::{InterHostOps, Partial, Piece};
+use crate::collective::partials::{InterHostOps, Partial, PartialRange, Piece};
 use crate::collective::selection::between_hosts;
 use crate::collective::shard::ShardView;
 use crate::collective::wire::{host_piece, runs};
@@ -274,8 +274,8 @@ impl SliceExchange<'_> {
         cost::CostInput {
             overlap: others.clamp(1, NETWORK_WINDOW),
             result_bytes: bytes.len() * shards,
-            partial_bytes: self.partial_bytes(bytes) * shards,
-            sends_elements: self.sends_elements(),
+            partial_bytes: self.partial_bytes(bytes.clone()) * shards,
+            sends_elements: self.sends_elements(bytes),
             shards,
         }
     }
@@ -306,19 +306,17 @@ impl SliceExchange<'_> {
         Ok(at..at + HEADER + if has_data { self.partial_bytes(piece) } else { 0 })
     }
 
-    /// Whether a pairwise exchange sends elements instead of partial sums.
-    pub fn sends_elements(&self) -> bool {
-        self.slice.ops.sends_elements(self.slice.call, self.slice.shard.topology)
+    /// Whether a pairwise exchange sends the elements in `piece` of hosts with one rank each, because partial sums are wider.
+    pub fn sends_elements(&self, piece: Range<usize>) -> bool {
+        let Slice { ops, shard: ShardView { topology, .. }, .. } = self.slice;
+        let is_wider = |part: PartialRange| part.reduction.acc_size() > part.reduction.wire_size();
+        topology.hosts() == topology.size() && ops.has_elements() && self.slice.part(piece).parts().any(is_wider)
     }
 
     /// Writes a message with the elements of this host's only rank in `piece` at byte `at` of the send buffer.
     pub fn pack_elements(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Result<Range<usize>> {
-        let end = at + HEADER + self.result_bytes(piece.clone());
-        self.header(kind, true, true).write(&mut self.link.buffers(self.exchange_index).send[at..]);
-        let (slice, send) = (self.slice, self.link.buffers(self.exchange_index).send);
         // SAFETY: the only rank of this host has packed.
-        unsafe { slice.ops.read_elements(&slice.part(piece), &mut send[at + HEADER..end]) }?;
-        Ok(at..end)
+        self.pack_with(at, piece, kind, |ops, piece, body| unsafe { ops.read_elements(piece, body) })
     }
 
     /// The elements of `piece`.
@@ -334,11 +332,23 @@ impl SliceExchange<'_> {
 
     /// Writes a message with the completed `piece` at byte `at` of the send buffer.
     pub fn pack_result(&mut self, at: usize, piece: Range<usize>, kind: u32) -> Result<Range<usize>> {
-        let end = at + HEADER + self.result_bytes(piece.clone());
-        self.header(kind, true, true).write(&mut self.link.buffers(self.exchange_index).send[at..]);
-        let (slice, send) = (self.slice, self.link.buffers(self.exchange_index).send);
         // SAFETY: this shard has completed the piece.
-        unsafe { slice.ops.read_result(&slice.part(piece), &mut send[at + HEADER..end]) }?;
+        self.pack_with(at, piece, kind, |ops, piece, body| unsafe { ops.read_result(piece, body) })
+    }
+
+    /// Writes a message at byte `at` of the send buffer, of which `read` writes as many bytes as a result of `piece` has.
+    fn pack_with(
+        &mut self,
+        at: usize,
+        piece: Range<usize>,
+        kind: u32,
+        read: impl FnOnce(&dyn InterHostOps, &Piece<'_>, &mut [u8]) -> Result<()>,
+    ) -> Result<Range<usize>> {
+        let end = at + HEADER + self.result_bytes(piece.clone());
+        let header = self.header(kind, true, true);
+        let (slice, send) = (self.slice, self.link.buffers(self.exchange_index).send);
+        header.write(&mut send[at..]);
+        read(slice.ops, &slice.part(piece), &mut send[at + HEADER..end])?;
         Ok(at..end)
     }
 

@@ -33,7 +33,8 @@ impl SliceExchange<'_> {
     /// The messages of the scatter phase: each host sends parts of this host's piece.
     fn scatter_receives(&self) -> Vec<HostMessage> {
         let piece = self.piece(self.host());
-        let len = if self.sends_elements() { self.result_bytes(piece) } else { self.partial_bytes(piece) };
+        let sends_elements = self.sends_elements(piece.clone());
+        let len = if sends_elements { self.result_bytes(piece) } else { self.partial_bytes(piece) };
         Self::recv_ranges(self.other_hosts(), |_| len)
     }
 
@@ -71,9 +72,10 @@ impl SliceExchange<'_> {
         let mut sends = Vec::with_capacity(self.hosts());
         let mut at = 0;
         for host in self.other_hosts() {
-            let bytes = match self.sends_elements() {
-                true => self.pack_elements(at, self.piece(host), SCATTER)?,
-                false => self.pack_partial(at, self.piece(host), SCATTER)?,
+            let piece = self.piece(host);
+            let bytes = match self.sends_elements(piece.clone()) {
+                true => self.pack_elements(at, piece, SCATTER)?,
+                false => self.pack_partial(at, piece, SCATTER)?,
             };
             at = bytes.end.next_multiple_of(ALIGN);
             sends.push(HostMessage { host, bytes });
@@ -92,12 +94,10 @@ impl SliceExchange<'_> {
         let own: Partial = has_own.then(|| self.host_partial.as_ptr().cast_const());
         let mut parts = vec![None; self.hosts()];
         parts[me] = own;
-        let len = self.partial_bytes(own_piece.clone());
+        let (len, sends_elements) = (self.partial_bytes(own_piece.clone()), self.sends_elements(own_piece.clone()));
         for (number, recv) in self.scatter_receives().into_iter().enumerate() {
             parts[recv.host] = self.read_matched(recv.bytes.start, SCATTER)?;
-            if self.sends_elements()
-                && let Some(elements) = parts[recv.host]
-            {
+            if sends_elements && let Some(elements) = parts[recv.host] {
                 // Behind those of this host.
                 let out = self.host_partial.as_mut_slice()[(number + 1) * len..][..len].as_mut_ptr();
                 // SAFETY: the message has the elements of this piece, and the local buffer is this host's.
