@@ -30,8 +30,10 @@ tsan() { # ranks as threads under the thread sanitizer, with an instrumented sta
     -- --skip a_broadcast_may_write_the_same_memory_twice # by several threads, with equal bytes
 }
 
-properties() { # all random cases of the property tests of the core, of which the gate runs a third
-  DL_COMM_TEST_CASES=all timeout 1800 cargo test --locked -p dl_comm_core -p dl_comm_python
+properties() { # all random cases of the property tests, of which the gate runs a third, and the C programs as C++ on 1 to 3 ranks
+  export DL_COMM_TEST_CASES=all
+  timeout 1800 cargo test --locked -p dl_comm_core -p dl_comm_python &&
+    timeout 900 cargo test --locked -p dl_comm_core -p dl_comm_python -p dl_comm_tests --test c_api --test cuda_kernels
 }
 
 aarch64() { # the Rust code for the other kind of processor, whose char is unsigned, for example

@@ -430,7 +430,7 @@ fn factors() -> impl Strategy<Value = f64> {
 
 proptest! {
     // A case runs all kernels.
-    #![proptest_config(ProptestConfig::with_cases(10))]
+    #![proptest_config(ProptestConfig::with_cases(dl_comm_core::cases::cases(30)))]
 
     #[test]
     fn kernels_give_the_same_bits_as_the_core(case in cases()) {
