@@ -1,16 +1,12 @@
 //! Builds test programs in C with the top-level CMakeLists.txt, against the installed package, and the fake CUDA driver.
 //! Generates bindings of TensorFlow's C API. `DL_COMM_TEST_PYTHON` is the interpreter that has the package;
-//! `tests/run.sh` sets it. Also builds the CUDA kernels for the CPU, which needs no package.
+//! `tests/run.sh` sets it.
 
 use std::env;
 use std::error::Error;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::SystemTime;
-
-/// The sources of the kernels.
-const KERNELS: &str = "../core/src/transport/cuda/kernels";
 
 fn main() -> Result<(), Box<dyn Error>> {
     for variable in ["DL_COMM_TEST_PYTHON", "DL_COMM_CACHE"] {
@@ -21,7 +17,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         "../tests/c",
         "fake_cuda",
         "fake_cuda_env.py",
-        KERNELS,
+        "rust/cuda_host_kernels.cc",
+        "../core/src/transport/cuda/kernels",
         "../core/include",
         "../examples/c_average",
     ] {
@@ -34,7 +31,6 @@ fn main() -> Result<(), Box<dyn Error>> {
         .ok_or("OUT_DIR is not in a target folder")?
         .join("dl_comm_tests_native");
     fs::create_dir_all(&native)?;
-    build_host_kernels(&native)?;
     let python = env::var("DL_COMM_TEST_PYTHON")
         .map_err(|_| "set DL_COMM_TEST_PYTHON to a Python that has dl_comm installed, as tests/run.sh does")?;
     let package = ask(&python, "import dl_comm._base.paths as p; print(p.PACKAGE)")?;
@@ -73,7 +69,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for (name, value) in [
         ("PYTHON", python.clone()),
         ("TF_OPS", tf_ops),
-        ("FAKE_CUDA", output(Command::new(&python).arg("fake_cuda_env.py"))?),
+        ("FAKE_CUDA", build_fake_cuda(&python)?),
         ("NINE_FUNCTIONS", format!("{}/nine_functions", install_dir.display())),
         ("COLLECTIVES", format!("{}/collectives", install_dir.display())),
         ("GROUPS", format!("{}/groups", install_dir.display())),
@@ -95,48 +91,23 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Builds the static library that `rust/cuda_kernels.rs` links.
-fn build_host_kernels(folder: &Path) -> Result<(), Box<dyn Error>> {
-    println!("cargo:rustc-link-search=native={}", folder.display());
-    let sources = ["rust/cuda_host_kernels.cc", "fake_cuda/all_kernels.h", "fake_cuda/kernels_shim.h", KERNELS];
-    for source in sources {
-        println!("cargo:rerun-if-changed={source}");
-    }
-    let built = modified(&folder.join("libdl_comm_host_kernels.a"))?;
-    if built
-        .is_some_and(|built| sources.iter().all(|path| matches!(modified(Path::new(path)), Ok(Some(at)) if at < built)))
-    {
-        return Ok(());
-    }
+/// Builds the fake CUDA driver, whose folder it returns, and what `rust/cuda_kernels.rs` links: the kernels of the driver, and
+/// how to launch them.
+fn build_fake_cuda(python: &str) -> Result<String, Box<dyn Error>> {
+    let folder = output(Command::new(python).arg("fake_cuda_env.py"))?;
     cc::Build::new()
         .cpp(true)
         .std("c++17")
         .include("fake_cuda")
-        .include(KERNELS)
         .file("rust/cuda_host_kernels.cc")
-        .opt_level(1)
-        .flag("-ffp-contract=off")
         .warnings(true)
         .warnings_into_errors(true)
         .cargo_metadata(false)
-        .out_dir(folder)
         .try_compile("dl_comm_host_kernels")?;
-    Ok(())
-}
-
-/// When a file, or the newest file below a folder, was modified; None if there is none.
-fn modified(path: &Path) -> Result<Option<SystemTime>, Box<dyn Error>> {
-    if !path.exists() {
-        return Ok(None);
+    for folder in [&env::var("OUT_DIR")?, &folder] {
+        println!("cargo:rustc-link-search=native={folder}");
     }
-    if !path.is_dir() {
-        return Ok(Some(fs::metadata(path)?.modified()?));
-    }
-    let mut newest = None;
-    for entry in fs::read_dir(path)? {
-        newest = newest.max(modified(&entry?.path())?);
-    }
-    Ok(newest)
+    Ok(folder)
 }
 
 fn ask(python: &str, question: &str) -> Result<String, Box<dyn Error>> {

@@ -50,6 +50,10 @@ unsafe extern "C" {
     ) -> bool;
 }
 
+// What that calls.
+#[link(name = "host_kernels", kind = "static")]
+unsafe extern "C" {}
+
 /// The host kernels share one set of thread indices.
 static LAUNCH_LOCK: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
