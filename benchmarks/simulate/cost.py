@@ -17,7 +17,12 @@ ADD = 1e-10
 HEADER = LINE = 64
 """Bytes of a message header, and of a line, the unit of pieces."""
 WINDOW = 8
-"""Chunks of a channel that are under way between hosts."""
+"""The most chunks of a channel that are under way between hosts."""
+
+
+def chunks_under_way(hosts: int, length: int) -> int:
+    """The chunks of `length` bytes that are under way on a channel, as in `core/src/collective/selection.rs`."""
+    return min(max(((1 + hosts.bit_length()) << 19) // max(length, 1), 2), WINDOW)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.simulate.algorithms import LINE, Role, piece, run_algorithm
-from benchmarks.simulate.cost import WINDOW, NetworkModel, best
+from benchmarks.simulate.cost import NetworkModel, best, chunks_under_way
 from benchmarks.simulate.events import Clock, Process, Resource
 
 _MIN_CHUNK_BYTES = 64 << 10
@@ -115,6 +115,7 @@ class _Host:
         self.threads = [Resource() for _ in range(job.channels)]
         self.outcome = Outcome()
         self._chunks = chunks(job, call)
+        self._window = chunks_under_way(job.hosts, self._chunks[0])
 
     def lead(self) -> Process:
         """The call: its first chunk, then the others on all channels."""
@@ -132,10 +133,10 @@ class _Host:
         return self.threads[chunk % len(self.threads)]
 
     def _run_chunk(self, own: Sequence[int], index: int) -> Process:
-        """A chunk of a channel: it is packed after those before it, unpacked after them, and `WINDOW` are under way."""
-        chunk, clock = own[index], self.clock
-        if index >= WINDOW:
-            yield (self.kind, "slot", own[index - WINDOW])
+        """A chunk of a channel: it is packed after those before it, and unpacked after them."""
+        chunk, clock, window = own[index], self.clock, self._window
+        if index >= window:
+            yield (self.kind, "slot", own[index - window])
         if index > 0:
             yield (self.kind, "packed", own[index - 1])
         yield from self._idle_thread(chunk)
@@ -149,7 +150,7 @@ class _Host:
         yield from self._unpack(chunk)
         if index + 1 < len(own):
             clock.deliver((self.kind, "done", chunk), clock.now)
-        if index + WINDOW < len(own):
+        if index + window < len(own):
             clock.deliver((self.kind, "slot", chunk), clock.now)
 
     def _idle_thread(self, chunk: int) -> Process:
@@ -204,7 +205,7 @@ class _Host:
         if algorithm == "auto":
             result_bytes = slice_ * ranks
             others = -(-(len(self._chunks) - 1) // self.job.channels)
-            overlap = min(max(others, 1), WINDOW)
+            overlap = min(max(others, 1), self._window)
             partial_bytes = result_bytes * self.call.width
             algorithm = best(network, self.job.hosts, result_bytes, partial_bytes, not matched, self.job.ranks, overlap)
         self.outcome.chunks[algorithm] += 1

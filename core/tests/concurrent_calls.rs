@@ -13,6 +13,7 @@ use dl_comm_core::collective::{Algorithm, AlgorithmSetting, Op};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::reduce::ReduceOp;
+use dl_comm_core::transport::in_process::Access;
 use dl_comm_core::transport::{ExchangeBuffers, HostLink, HostMessage, NETWORK_WINDOW};
 
 const SUM: Op = Op::allreduce(ReduceOp::Sum);
@@ -94,16 +95,20 @@ fn once_the_second_has_started(link: &HeldLink) -> bool {
 #[test]
 fn a_call_begins_while_those_before_it_are_under_way() {
     let link = |link| HeldLink::boxed(link, until_all_are_in_flight);
-    World { link, ..World::new(&[1, 1]) }.run(|rank| {
-        let mut data: Vec<Vec<f64>> = (0..60).map(|call| vec![(call * rank.rank) as f64; 10 + call]).collect();
-        let start = |(op, data): (&Op, &mut Vec<f64>)| rank.start(*op, vec![vec![tensor(data)]], "");
-        let calls: Vec<_> = ALTERNATELY.iter().cycle().zip(&mut data).map(start).collect();
-        calls.into_iter().for_each(|call| call.recv().unwrap().unwrap());
-        for (call, data) in data.iter().enumerate() {
-            assert!(data.iter().all(|&value| value == call as f64));
-        }
-    });
-    assert_eq!(MOST.load(Ordering::Relaxed), NETWORK_WINDOW);
+    // Of one chunk, and of two.
+    for length in [10, 600] {
+        MOST.store(0, Ordering::Relaxed);
+        World { link, ..World::new(&[1, 1]) }.run(|rank| {
+            let mut data: Vec<Vec<f64>> = (0..60).map(|call| vec![(call * rank.rank) as f64; length + call]).collect();
+            let start = |(op, data): (&Op, &mut Vec<f64>)| rank.start(*op, vec![vec![tensor(data)]], "");
+            let calls: Vec<_> = ALTERNATELY.iter().cycle().zip(&mut data).map(start).collect();
+            calls.into_iter().for_each(|call| call.recv().unwrap().unwrap());
+            for (call, data) in data.iter().enumerate() {
+                assert!(data.iter().all(|&value| value == call as f64));
+            }
+        });
+        assert_eq!(MOST.load(Ordering::Relaxed), NETWORK_WINDOW, "{length} elements");
+    }
 }
 
 /// For 10 ms after an exchange has started.
@@ -144,9 +149,10 @@ impl Random {
     }
 }
 
-/// Of calls that are fused or not, of several operations and types, with and without tensors that share memory.
+/// Of calls that are under way together or alone, fused or not, of one chunk and of several, of several operations and
+/// types, with and without tensors that share memory, copied and in place.
 #[test]
-fn fusion_changes_no_bits() {
+fn calls_under_way_together_change_no_bits() {
     const OPERATIONS: [Op; 4] = [SUM, SUM, Op::MEAN, MAX];
     let ring = AlgorithmSetting::Always(Algorithm::Ring);
     for (hosts, algorithm) in [
@@ -156,19 +162,23 @@ fn fusion_changes_no_bits() {
         (&[1, 1, 1], ring),
         (&[1, 2, 1, 1, 1], AlgorithmSetting::Auto),
     ] {
-        let bits = [0, 1024, 64 << 10, usize::MAX].map(|fused| {
-            let world = World { algorithm, threads: 2, slot: 64 << 10, ..World::new(hosts) };
+        let (slots, peer) = (Access::Slots, Access::Peer);
+        let worlds = [(0, slots), (0, peer), (1024, slots), (64 << 10, slots), (usize::MAX, peer)];
+        let bits = worlds.map(|(fused, access)| {
+            let threads = if fused == 0 { 1 } else { 2 };
+            let waits = fused == 0 && access == slots;
+            let world = World { algorithm, threads, access, slot: 64 << 10, ..World::new(hosts) };
             World { selection: world.selection.with(Limit::HostsFused, fused), ..world }.run(|rank| {
                 // The same calls on all ranks, at other times.
                 let (mut calls, mut mine) = (Random(7), Random(rank.rank as u64 + 100));
                 let mut memory: Vec<(DType, Vec<u32>)> = Vec::new();
                 let mut results = Vec::new();
-                for call in 0..200 {
+                for call in 0..120 {
                     let op = OPERATIONS[calls.below(OPERATIONS.len())];
                     let tensors = 1 + calls.below(3);
                     let mut list = Vec::new();
                     for _ in 0..tensors {
-                        let len = [0, 1, 30, 200, 3000][calls.below(5)];
+                        let len = [0, 1, 30, 200, 3000, 40_000][calls.below(101) / 20];
                         let dtype = [DType::F32, DType::BF16, DType::I32][calls.below(3)];
                         let values = |random: &mut Random| random.below(1 << 20) as f32 / 1e5 - 5.0;
                         let value = |random: &mut Random| match dtype {
@@ -196,7 +206,7 @@ fn fusion_changes_no_bits() {
                         std::thread::sleep(Duration::from_micros(200));
                     }
                     results.push(rank.start(op, vec![list], ""));
-                    if call % 50 == 49 {
+                    if waits || call % 50 == 49 {
                         results.drain(..).for_each(|call| call.recv().unwrap().unwrap());
                     }
                 }
@@ -205,7 +215,7 @@ fn fusion_changes_no_bits() {
             })
         });
         assert!(bits.iter().all(|others| *others == bits[0]), "{hosts:?} {algorithm:?}");
-        assert!(bits[0].iter().all(|memory| memory.len() > 100));
+        assert!(bits[0].iter().all(|memory| memory.len() > 60));
     }
 }
 
@@ -263,12 +273,13 @@ fn a_call_sees_the_results_of_those_before_it() {
     }
 }
 
-/// Long calls and lists of many tensors run alone. Ranks submit at different times.
+/// Short and long calls, and lists of many tensors. Ranks submit at different times.
 #[test]
-fn other_calls_run_alone() {
+fn calls_of_all_lengths() {
     const LENGTHS: [usize; 5] = [1, 70, 500, 3000, 20_000];
     for hosts in [&[1, 1][..], &[2, 1], &[1, 3, 2], &[1, 1, 1, 1, 1]] {
-        World { threads: 2, ..World::new(hosts) }.run(|rank| {
+        let access = if hosts.len() == 3 { Access::Peer } else { Access::Slots };
+        World { threads: hosts[0], access, ..World::new(hosts) }.run(|rank| {
             let lists = |call: usize| if call % 11 == 3 { 20 } else { 1 };
             let value = |call: usize, rank: usize| (call * 3 + rank) as f64;
             let mut data: Vec<Vec<Vec<f64>>> = (0..150)

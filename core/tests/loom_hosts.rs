@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 use dl_comm_core::collective::{
-    ActiveCall, Algorithm, AlgorithmSetting, Call, Channel, ChunkSource, Lookahead, NextChunk, Op,
+    ActiveCall, Algorithm, AlgorithmSetting, Call, Channel, ChunkPlan, ChunkSource, Lookahead, NextChunk, Op,
 };
 use dl_comm_core::error::Result;
 use dl_comm_core::topology::Topology;
@@ -190,48 +190,74 @@ struct ConcurrentCalls<'a> {
     floats: &'a mut [Floats],
     wait_ctx: WaitContext<'a>,
     ended: usize,
-    begun: usize,
+    /// The next chunk.
+    call: usize,
+    chunk: usize,
+    /// The chunks of the oldest call that have ended.
+    ended_chunks: usize,
     /// The first call, and those that all ranks are known to have, may begin.
     known: usize,
+    /// The calls before this one are known to match.
+    matched: usize,
+    /// Whether their chunks are in place, once that is known.
+    in_place: Vec<Option<bool>>,
     /// The number of calls that this rank announces.
     queued: usize,
 }
 
 impl ChunkSource for ConcurrentCalls<'_> {
     fn next(&self) -> Option<NextChunk> {
-        (self.begun < self.known).then_some(NextChunk { call: self.begun, chunk: 0, compares: true })
+        let &ConcurrentCalls { call, chunk, .. } = self;
+        let may_begin = chunk == 0 || (call < self.matched && self.in_place[call].is_some());
+        let (is_first, compares) = (chunk == 0, chunk == 0 && call >= self.matched);
+        (call < self.known && may_begin).then_some(NextChunk { call, chunk, is_first, compares })
     }
 
     fn begin(&mut self) -> Lookahead {
-        self.begun += 1;
-        Lookahead::new(self.calls[self.begun..self.queued].iter().map(|call| call.signature))
+        let behind = self.calls[self.call + 1..self.queued.max(self.call + 1)].iter();
+        let is_last = self.chunk + 1 == self.calls[self.call].layout.chunks();
+        (self.call, self.chunk) = if is_last { (self.call + 1, 0) } else { (self.call, self.chunk + 1) };
+        Lookahead::new(behind.map(|call| call.signature))
+    }
+
+    fn set_in_place(&mut self, number: usize, in_place: bool) {
+        self.in_place[number] = Some(in_place);
     }
 
     fn call(&self, number: usize) -> ActiveCall<'_> {
-        ActiveCall::new(&self.calls[number], self.wait_ctx)
+        let call = &self.calls[number];
+        let plan = ChunkPlan::between_hosts(call, self.in_place[number].unwrap_or(false));
+        ActiveCall::new(call, plan, self.wait_ctx)
     }
 
-    /// The caller reads the results, and uses the memory again.
+    /// The caller of a call that has ended reads the results, and uses the memory again.
     fn ended(&mut self, number: usize, ahead: usize) {
         assert_eq!(number, self.ended);
-        self.floats[number].expect(|index| mean(number, index));
-        self.floats[number].fill(|_| 0.0);
-        self.ended += 1;
-        self.known = self.known.max(self.ended + ahead);
+        self.known = self.known.max(number + 1 + ahead);
+        self.matched = self.known;
+        self.ended_chunks += 1;
+        if self.ended_chunks == self.calls[number].layout.chunks() {
+            self.floats[number].expect(|index| mean(number, index));
+            self.floats[number].fill(|_| 0.0);
+            (self.ended, self.ended_chunks) = (self.ended + 1, 0);
+        }
     }
 }
+
+const DOUBLING: (Access, Algorithm) = (Access::Slots, Algorithm::Doubling);
 
 /// The ranks average one list per call, concurrently. Each rank's first call has its name of `names`, and at first it
 /// announces its number of calls of `queued`. `ended` is the number of calls that end in each run. If it is 0, the first
 /// call differs, and the next run begins with the second one.
 fn concurrent_calls(
     preemptions: usize,
+    (access, algorithm): (Access, Algorithm),
     lengths: &'static [usize],
     names: [&'static str; 3],
     queued: [usize; 3],
     ended: &'static [usize],
 ) {
-    ranks(preemptions, Access::Slots, Algorithm::Doubling, lengths, move |rank| {
+    ranks(preemptions, access, algorithm, lengths, move |rank| {
         let &mut Rank { rank, ref topology, ref region, ref mut channel, ref mut floats } = rank;
         let new = |(number, floats): (usize, &mut Floats)| {
             floats.fill(|index| value(number, rank, index));
@@ -243,9 +269,19 @@ fn concurrent_calls(
         for &expected in ended {
             let matches = expected > 0;
             with_wait_context(region, |&wait_ctx| {
-                let (begun, known) = (from, from + 1);
-                let mut concurrent =
-                    ConcurrentCalls { calls: &calls, floats, wait_ctx, ended: from, begun, known, queued };
+                let mut concurrent = ConcurrentCalls {
+                    calls: &calls,
+                    floats,
+                    wait_ctx,
+                    ended: from,
+                    call: from,
+                    chunk: 0,
+                    ended_chunks: 0,
+                    known: from + 1,
+                    matched: from,
+                    in_place: vec![None; calls.len()],
+                    queued,
+                };
                 assert_eq!(channel.run_concurrent(&mut concurrent).unwrap(), matches);
                 assert_eq!(concurrent.ended - from, expected);
             });
@@ -290,26 +326,43 @@ fn all_hosts_detect_different_calls() {
 /// A call begins while those before it are under way.
 #[test]
 fn all_ranks_announce_all_calls() {
-    concurrent_calls(1, &[FLOATS; 4], ["0"; 3], [4; 3], &[4]);
+    concurrent_calls(1, DOUBLING, &[FLOATS; 4], ["0"; 3], [4; 3], &[4]);
 }
 
 /// More calls than the window has rounds.
 #[test]
 fn the_window_wraps_in_concurrent_calls() {
-    concurrent_calls(0, &[FLOATS; 6], ["0"; 3], [6; 3], &[6]);
+    concurrent_calls(0, DOUBLING, &[FLOATS; 6], ["0"; 3], [6; 3], &[6]);
 }
 
 /// A rank announces fewer calls than the others, on the first host and then on the second. All continue in another
 /// run.
 #[test]
 fn a_rank_has_a_shorter_queue() {
-    concurrent_calls(1, &[FLOATS; 4], ["0"; 3], [4, 3, 4], &[3, 1]);
-    concurrent_calls(1, &[FLOATS; 3], ["0"; 3], [3, 3, 2], &[2, 1]);
+    concurrent_calls(1, DOUBLING, &[FLOATS; 4], ["0"; 3], [4, 3, 4], &[3, 1]);
+    concurrent_calls(1, DOUBLING, &[FLOATS; 3], ["0"; 3], [3, 3, 2], &[2, 1]);
 }
 
 /// A difference within a host, and between hosts. The next run works.
 #[test]
 fn the_first_of_concurrent_calls_differs() {
-    concurrent_calls(1, &[FLOATS; 3], ["a", "b", "a"], [3; 3], &[0, 2]);
-    concurrent_calls(1, &[FLOATS; 3], ["a", "a", "b"], [3; 3], &[0, 2]);
+    concurrent_calls(1, DOUBLING, &[FLOATS; 3], ["a", "b", "a"], [3; 3], &[0, 2]);
+    concurrent_calls(1, DOUBLING, &[FLOATS; 3], ["a", "a", "b"], [3; 3], &[0, 2]);
+}
+
+/// Calls of several chunks. The ranks find out with later chunks that all of them have the next call.
+#[test]
+fn long_calls_are_concurrent() {
+    concurrent_calls(1, DOUBLING, &[2 * FLOATS, FLOATS], ["0"; 3], [2; 3], &[2]);
+    let pairwise = (Access::Slots, Algorithm::Pairwise);
+    concurrent_calls(0, pairwise, &[2 * FLOATS, 2 * FLOATS], ["0"; 3], [2; 3], &[2]);
+    concurrent_calls(0, pairwise, &[2 * FLOATS, FLOATS], ["0"; 3], [2, 1, 2], &[1, 1]);
+}
+
+/// The chunks after the first of a call on the first host, and all on the second, where a rank is alone.
+#[test]
+fn concurrent_calls_in_place() {
+    let in_place = (Access::Peer, Algorithm::Doubling);
+    concurrent_calls(1, in_place, &[2 * FLOATS, FLOATS], ["0"; 3], [2; 3], &[2]);
+    concurrent_calls(1, in_place, &[2 * FLOATS, FLOATS], ["a", "a", "b"], [2; 3], &[0, 1]);
 }

@@ -12,7 +12,7 @@ use super::call_config::CallConfig;
 use super::check::{check, extents};
 use super::counts::Counts;
 use super::operation::{Op, Pattern};
-use super::selection::{MAX_CONCURRENT_TENSORS, PathLimits, chunk_bytes};
+use super::selection::{PathLimits, chunk_bytes};
 use super::tensor_names::TensorNames;
 use crate::buffer::{Buffer, Tensor};
 use crate::dtype::DType;
@@ -258,22 +258,9 @@ impl Call {
             && !self.agrees_on_length()
     }
 
-    /// Whether between hosts it can begin while calls before it are under way, and they while it is: it has one chunk on
-    /// all ranks. Lists of many tensors cannot: [`Call::conflicts_with`] would take long.
+    /// Whether between hosts it can begin while calls before it are under way, and they while it is.
     pub fn can_be_concurrent(&self) -> bool {
-        let tensors: usize = self.replicas.iter().map(Vec::len).sum();
-        self.layout.chunks() == 1
-            && tensors <= MAX_CONCURRENT_TENSORS
-            && !self.agrees_on_length()
-            && self.producer().is_none()
-    }
-
-    /// Whether one of the two calls writes memory that the other one uses, so that they cannot be under way at once.
-    pub fn conflicts_with(&self, other: &Call) -> bool {
-        let conflict = |(a, a_written): (Range<usize>, bool), (b, b_written): (Range<usize>, bool)| {
-            (a_written || b_written) && a.start < b.end && b.start < a.end
-        };
-        self.memory().any(|own| other.memory().any(|others| conflict(own.clone(), others)))
+        !self.agrees_on_length() && self.producer().is_none()
     }
 
     /// The addresses that this rank uses, and whether it writes them.

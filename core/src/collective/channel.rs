@@ -36,9 +36,6 @@ pub struct Channel {
     pub(super) rounds: Rounds,
     /// This rank's shards with their links to other hosts, if there are any.
     pub(super) inter_host: Vec<InterHost>,
-    /// Between hosts: what this rank's slot could hold; once all ranks of the host have packed the first chunk, what those
-    /// of all of them can.
-    pub(super) offer: SlotContent,
     /// How the last call runs.
     pub(super) plan: ChunkPlan,
     /// That by which the last call has run, if it was a small one.
@@ -74,7 +71,6 @@ impl Channel {
             topology,
             rounds: Rounds::new(region),
             inter_host: Vec::new(),
-            offer: SlotContent::Data,
             plan: ChunkPlan::default(),
             small_plan: None,
             is_refused: false,
@@ -145,11 +141,10 @@ impl Channel {
         }
         let mut result;
         if self.topology.hosts() > 1 {
-            // The first chunk is copied: a host must not need more rounds than the others.
-            self.offer = self.content(call);
             let active = ActiveCall { call, plan: self.plan, wait_ctx: *wait_ctx };
-            result = self.drive(&mut ChunksOf { active, next: Some(0), others: iter::empty(), compares: true })?;
-            self.plan.zero_copy = self.offer == SlotContent::PeerMemory;
+            let mut first = ChunksOf { active, next: Some(0), others: iter::empty(), compares: true };
+            result = self.drive(&mut first)?;
+            self.plan = first.active.plan;
         } else {
             self.plan.zero_copy = true;
             result = self.run_on_host(call, iter::once(0), false, wait_ctx)?;
@@ -166,15 +161,14 @@ impl Channel {
         Ok(result == ChunkResult::Matched)
     }
 
-    /// Between hosts: runs calls of one chunk each ([`Call::can_be_concurrent`]), several at once. A call other than the first
-    /// begins once all ranks are known to have it. Returns false if the ranks' calls differ, which only those of the
-    /// first call can; then nothing was written.
+    /// Between hosts: runs calls ([`Call::can_be_concurrent`]), several at once. A call other than the first begins once all
+    /// ranks are known to have it. Returns false if the ranks' calls differ, which only those of the first call can; then
+    /// nothing was written.
     ///
     /// # Errors
     /// Those of the transports; the channel is then unusable.
     pub fn run_concurrent(&mut self, calls: &mut dyn ChunkSource) -> Result<bool> {
         self.rounds.refresh();
-        self.offer = SlotContent::Data;
         Ok(self.drive(calls)? == ChunkResult::Matched)
     }
 
@@ -280,7 +274,12 @@ impl Channel {
         let ActiveCall { call, plan, wait_ctx } = active;
         let len = call.layout.chunk_len(chunk);
         let mut timer = PhaseTimer::start(wait_ctx.log(), len);
-        let content = if plan.zero_copy { self.content(call) } else { SlotContent::Data };
+        let several_hosts = self.topology.hosts() > 1;
+        // Between hosts the first chunk is copied, unless this rank is alone on its host: a host must not need more rounds
+        // than the others. It says what the others can be.
+        let offers = several_hosts && chunk == 0 && plan.all_chunks(call) > 1;
+        let possible = if plan.zero_copy || offers { self.content(call, *plan) } else { SlotContent::Data };
+        let content = if plan.zero_copy { possible } else { SlotContent::Data };
         if content == SlotContent::Data {
             let place = self.place(call, chunk, open.round());
             self.reserve(call, chunk, place, |bytes| open.reserve(&self.rounds, bytes))?;
@@ -288,7 +287,7 @@ impl Channel {
         } else {
             self.post_places(call, content, open)?;
         }
-        let content = if self.topology.hosts() > 1 { self.offer } else { content };
+        let content = if several_hosts { possible } else { content };
         self.post_path_note(open);
         let packed = open.pack(&self.rounds, call.signature, content);
         timer.end(Activity::Copy);

@@ -17,9 +17,9 @@ pub struct ActiveCall<'a> {
 }
 
 impl<'a> ActiveCall<'a> {
-    /// A call of one chunk.
-    pub fn new(call: &'a Call, wait_ctx: WaitContext<'a>) -> ActiveCall<'a> {
-        ActiveCall { call, plan: ChunkPlan { total: call.layout.total(), ..ChunkPlan::default() }, wait_ctx }
+    /// A call whose chunks run as `plan` says.
+    pub fn new(call: &'a Call, plan: ChunkPlan, wait_ctx: WaitContext<'a>) -> ActiveCall<'a> {
+        ActiveCall { call, plan, wait_ctx }
     }
 }
 
@@ -30,7 +30,9 @@ pub struct NextChunk {
     pub call: usize,
     /// Its index in the call.
     pub chunk: usize,
-    /// Whether the ranks compare their calls: for the first chunk of a call.
+    /// Whether it is the first one of its call.
+    pub is_first: bool,
+    /// Whether the ranks compare their calls: in the first chunk of a call that not all of them are known to have.
     pub compares: bool,
 }
 
@@ -39,14 +41,16 @@ pub trait ChunkSource {
     /// The next chunk.
     fn next(&self) -> Option<NextChunk>;
 
-    /// The next chunk begins. Returns what this rank has behind its call, if the ranks compare their calls.
+    /// The next chunk begins. Returns what this rank has behind its call.
     fn begin(&mut self) -> Lookahead;
+
+    /// The ranks of the host know whether the other chunks of call `number` are in place.
+    fn set_in_place(&mut self, number: usize, in_place: bool);
 
     /// A call that has chunks which have not ended.
     fn call(&self, number: usize) -> ActiveCall<'_>;
 
-    /// The oldest chunk, of call `number`, has ended. If the ranks have compared their calls, all of them have this one and
-    /// the `ahead` calls behind it.
+    /// The oldest chunk, of call `number`, has ended. All ranks have this call and the `ahead` calls behind it, or more.
     fn ended(&mut self, number: usize, ahead: usize);
 }
 
@@ -57,18 +61,22 @@ pub(super) struct ChunksOf<'a, I> {
     pub next: Option<usize>,
     /// Those after it.
     pub others: I,
-    /// Whether the ranks compare their calls.
+    /// Whether the next one is the first of the call, in which the ranks compare their calls.
     pub compares: bool,
 }
 
 impl<I: Iterator<Item = usize>> ChunkSource for ChunksOf<'_, I> {
     fn next(&self) -> Option<NextChunk> {
-        self.next.map(|chunk| NextChunk { call: 0, chunk, compares: self.compares })
+        self.next.map(|chunk| NextChunk { call: 0, chunk, is_first: self.compares, compares: self.compares })
     }
 
     fn begin(&mut self) -> Lookahead {
         self.next = self.others.next();
         Lookahead::default()
+    }
+
+    fn set_in_place(&mut self, _number: usize, in_place: bool) {
+        self.active.plan.zero_copy = in_place;
     }
 
     fn call(&self, _number: usize) -> ActiveCall<'_> {

@@ -4,7 +4,7 @@
 //! exchanges of messages; when all slices are complete, every rank unpacks. A chunk advances as soon as it can, whatever
 //! the others wait for, but flags are raised in the order of the chunks. The oldest chunk comes first, and new ones last:
 //! a thread that packs or reduces many chunks at once leaves the links idle meanwhile. A thread without work polls,
-//! because messages wake nobody. The chunks are those of one call, or several calls of one chunk. On one host there is
+//! because messages wake nobody. The chunks are those of one call or of several. On one host there is
 //! [`super::host_chunks`] instead.
 //! Thread rule: as for [`Channel`].
 
@@ -18,6 +18,8 @@ use super::in_place::ReducingInPlace;
 use super::inter_host::{HostCalls, InFlightSlice, Slice};
 use super::lookahead::Lookahead;
 use super::partials::{InterHostOps, inter_host_ops};
+use super::plan::ChunkPlan;
+use super::selection::{MIN_CHUNKS_UNDER_WAY, max_bytes_under_way};
 use super::shard::ShardView;
 use super::wire::shard_range;
 use crate::error::Result;
@@ -25,17 +27,21 @@ use crate::timings::{Activity, PhaseTimer};
 use crate::transport::rounds::{AllPacked, Awaited, InRound, Packed, Reduced};
 use crate::transport::{HostLink, HostWait, SlotContent, WaitContext, check_hosts};
 
-/// While fewer chunks are under way, a new one is packed first.
-const MIN_CHUNKS: usize = 2;
-
 /// A chunk under way.
 struct ChunkTask {
     /// The number of its call.
     call: usize,
     chunk: usize,
-    /// Whether the ranks compare their calls.
+    /// Its bytes in a slot.
+    bytes: usize,
+    /// As in [`NextChunk`].
+    is_first: bool,
     compares: bool,
+    /// How it runs; later chunks of its call may be in place instead.
+    plan: ChunkPlan,
     stage: ChunkStage,
+    /// In the first chunk of a call, once all ranks of the host have packed it: whether the others are in place.
+    others_in_place: Option<bool>,
     /// What is known of the calls of all ranks.
     calls: HostCalls,
     /// Between hosts: the slices of this rank's shards; `None` once they are complete.
@@ -78,7 +84,7 @@ impl Channel {
         let mut wait = HostWait::default();
         // The oldest call is the one that waits.
         while let Some(oldest) = tasks.front().map(|task| task.call).or_else(|| source.next().map(|next| next.call)) {
-            let ahead = tasks.len() < MIN_CHUNKS;
+            let ahead = tasks.len() < MIN_CHUNKS_UNDER_WAY;
             let mut moved = ahead && self.begin_chunk(source, &mut tasks)?;
             for shard in &mut self.inter_host {
                 wait.poll(shard.link.as_mut(), &source.call(oldest).wait_ctx)?;
@@ -108,26 +114,42 @@ impl Channel {
     /// Packs the next chunk, if there is one and room for it.
     fn begin_chunk(&mut self, source: &mut dyn ChunkSource, tasks: &mut VecDeque<ChunkTask>) -> Result<bool> {
         if tasks.len() < self.rounds.shm().window() as usize
-            && let Some(NextChunk { call, chunk, compares }) = source.next()
-            && let Some(open) = self.rounds.try_begin(&source.call(call).wait_ctx)
+            && let Some(NextChunk { call, chunk, is_first, compares }) = source.next()
         {
-            let lookahead = source.begin();
-            if compares {
-                open.post_lookahead(&self.rounds, lookahead.0);
+            let active = source.call(call);
+            let bytes = active.plan.chunk_len(active.call, chunk) * active.call.blocks();
+            let under_way: usize = tasks.iter().map(|task| task.bytes).sum();
+            if tasks.len() >= MIN_CHUNKS_UNDER_WAY && under_way + bytes > max_bytes_under_way(self.topology.hosts()) {
+                return Ok(false);
             }
-            let stage = ChunkStage::Packed(self.pack(&source.call(call), chunk, open)?);
-            let (calls, slices) = (HostCalls::default(), SmallVec::new());
-            tasks.push_back(ChunkTask { call, chunk, compares, stage, calls, slices });
+            let Some(open) = self.rounds.try_begin(&active.wait_ctx) else { return Ok(false) };
+            open.post_lookahead(&self.rounds, source.begin().0);
+            if is_first && self.topology.local_size() == 1 {
+                let ActiveCall { call: of_rank, plan, .. } = source.call(call);
+                let in_place = self.content(of_rank, plan) == SlotContent::PeerMemory;
+                source.set_in_place(call, in_place);
+            }
+            let active = source.call(call);
+            let stage = ChunkStage::Packed(self.pack(&active, chunk, open)?);
+            let (plan, calls, slices) = (active.plan, HostCalls::default(), SmallVec::new());
+            let others_in_place = None;
+            let task =
+                ChunkTask { call, chunk, bytes, is_first, compares, plan, stage, others_in_place, calls, slices };
+            tasks.push_back(task);
             return Ok(true);
         }
         Ok(false)
     }
 
     /// Advances the oldest chunk that can advance; returns whether there is one.
-    fn advance_one(&mut self, source: &dyn ChunkSource, tasks: &mut VecDeque<ChunkTask>) -> Result<bool> {
+    fn advance_one(&mut self, source: &mut dyn ChunkSource, tasks: &mut VecDeque<ChunkTask>) -> Result<bool> {
         let mut previous = u8::MAX;
         for task in tasks {
-            if self.advance(&source.call(task.call), task, previous)? {
+            let active = ActiveCall { plan: task.plan, ..source.call(task.call) };
+            if self.advance(&active, task, previous)? {
+                if let Some(in_place) = task.others_in_place.take() {
+                    source.set_in_place(task.call, in_place);
+                }
                 return Ok(true);
             }
             previous = task.stage.number();
@@ -188,17 +210,15 @@ impl Channel {
         task: &mut ChunkTask,
         packed: Packed,
     ) -> Result<Option<ChunkStage>> {
-        let &mut ChunkTask { chunk, compares, .. } = task;
+        let &mut ChunkTask { chunk, is_first, compares, .. } = task;
         let Some(all_packed) = packed.try_all(&self.rounds) else { return Ok(None) };
         task.calls.agreed = all_packed.same_signatures(&self.rounds);
-        if compares {
-            let all = all_packed.lookaheads(&self.rounds).map(Lookahead);
-            task.calls.lookahead = all.reduce(Lookahead::common).unwrap_or_default();
+        let all = all_packed.lookaheads(&self.rounds).map(Lookahead);
+        task.calls.lookahead = all.reduce(Lookahead::common).unwrap_or_default();
+        if is_first && self.topology.local_size() > 1 {
+            let offers = |rank| all_packed.content(&self.rounds, rank) == SlotContent::PeerMemory;
+            task.others_in_place = Some((0..self.topology.local_size()).all(offers));
         }
-        // The other chunks can be read in place if all ranks offer that.
-        let offers = |rank| all_packed.content(&self.rounds, rank) == SlotContent::PeerMemory;
-        let all = (0..self.topology.local_size()).all(offers);
-        self.offer = if all { SlotContent::PeerMemory } else { SlotContent::Data };
         for index in 0..self.inter_host.len() {
             let calls = task.calls;
             let started = self.with_slice(active, all_packed, chunk, index, |inter_host, slice| {

@@ -17,6 +17,11 @@ pub struct ChunkPlan {
 }
 
 impl ChunkPlan {
+    /// The plan of `call` between hosts, of which all ranks know the length.
+    pub fn between_hosts(call: &Call, zero_copy: bool) -> ChunkPlan {
+        ChunkPlan { zero_copy, total: call.layout.total(), ..ChunkPlan::default() }
+    }
+
     /// The number of chunks that run one after the other, the first of which has run.
     pub fn chunks(self, call: &Call) -> usize {
         if self.is_complete { 1 } else { self.all_chunks(call) }

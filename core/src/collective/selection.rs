@@ -9,6 +9,7 @@
 use super::algorithm::{Algorithm, AlgorithmSetting};
 use super::operation::{Op, Pattern};
 use crate::error::{Error, Result};
+use crate::transport::NETWORK_WINDOW;
 use crate::wire_layout::ALIGN;
 
 /// A row of the table.
@@ -275,8 +276,20 @@ pub(super) fn between_hosts(op: Op, setting: AlgorithmSetting, fastest: impl FnO
     }
 }
 
-/// Between hosts, calls of more tensors are never under way together: to compare their memory would take long.
-pub(super) const MAX_CONCURRENT_TENSORS: usize = 8;
+/// While fewer chunks of a channel are under way between hosts, a new one is packed first.
+pub(super) const MIN_CHUNKS_UNDER_WAY: usize = 2;
+
+/// The most bytes in slots of more chunks between `hosts` hosts: three of 512 KiB between two, and one more while the hosts, whose
+/// exchanges take more latencies, double. If eight are under way, the buffers of their messages leave the nearest caches, and 32 MiB
+/// take 1.7 times as long between two hosts whose processors are the limit.
+pub(super) fn max_bytes_under_way(hosts: usize) -> usize {
+    (2 + hosts.max(1).ilog2() as usize) << 19
+}
+
+/// The number of chunks of `bytes` that are under way on a channel between `hosts` hosts.
+pub(super) fn chunks_under_way(hosts: usize, bytes: usize) -> usize {
+    (max_bytes_under_way(hosts) / bytes.max(1)).clamp(MIN_CHUNKS_UNDER_WAY, NETWORK_WINDOW)
+}
 
 /// Chunks per channel of a large call.
 const CHUNKS: usize = 2;

@@ -20,6 +20,7 @@ use super::chunk_source::ActiveCall;
 use super::counts::Counts;
 use super::operation::{Op, Pattern, Root};
 use super::path_choice::CallPath;
+use super::plan::ChunkPlan;
 use super::selection::may_run_in_place;
 use super::shard::PerRank;
 use super::transfer::{copy_own_block, copy_result};
@@ -33,6 +34,11 @@ use crate::transport::rounds::{AllPacked, Open};
 use crate::transport::{SlotContent, WaitContext, sync};
 use crate::wire_layout::{TensorRange, slice};
 
+/// Whether `call` copies from tensor to tensor.
+fn copies_directly(call: &Call, plan: ChunkPlan) -> bool {
+    plan.path == CallPath::Second && !call.op.collective.reduces
+}
+
 /// The root takes part in the work for other ranks in pieces of at least this size; smaller ones cost more than they
 /// save.
 const MIN_ROOT_BYTES: usize = 8 << 10;
@@ -44,9 +50,9 @@ impl Channel {
     }
 
     /// What the slot of this rank holds in a zero-copy round: data if other ranks cannot access its tensors.
-    pub(super) fn content(&self, call: &Call) -> SlotContent {
+    pub(super) fn content(&self, call: &Call, plan: ChunkPlan) -> SlotContent {
         let Some(memory) = self.peer_memory() else { return SlotContent::Data };
-        if self.plan.total == 0 || call.towers() != 1 || num_words(call) * size_of::<u64>() > call.slot() {
+        if plan.total == 0 || call.towers() != 1 || num_words(call) * size_of::<u64>() > call.slot() {
             return SlotContent::Data;
         }
         if !may_run_in_place(call.op, self.topology.hosts()) {
@@ -55,16 +61,11 @@ impl Channel {
         let is_visible = |range: Range<usize>| range.is_empty() || memory.offset_of(range).is_some();
         if tensors(call).all(|tensor| accessed(call, tensor).into_iter().all(is_visible)) {
             SlotContent::PeerMemory
-        } else if self.copies_directly(call) && self.direct_copies.private && !self.is_refused {
+        } else if copies_directly(call, plan) && self.direct_copies.private && !self.is_refused {
             SlotContent::PrivateMemory
         } else {
             SlotContent::Data
         }
-    }
-
-    /// Whether `call` copies from tensor to tensor.
-    fn copies_directly(&self, call: &Call) -> bool {
-        self.plan.path == CallPath::Second && !call.op.collective.reduces
     }
 
     /// Keeps the shared memory of the tensors of `call`, which has failed, for the ranks that may still access it.

@@ -2,7 +2,7 @@
 //!
 //! `submit` validates, lays out and enqueues a call, and returns. The leader ([`lead`]) runs calls in order. A call's
 //! first chunk checks that all ranks have the same call. Only then do the helpers get the other chunks, so they see the
-//! calls in the same order on all ranks. Between hosts short calls are under way together (`concurrent_calls`). Ranks
+//! calls in the same order on all ranks. Between hosts several calls are under way together (`concurrent_calls`). Ranks
 //! with differing calls reconcile them ([`crate::collective::matching`]). Calls that match by name and have no
 //! counterpart are then set aside (`counterparts`). The thread that finishes a call's last part completes it. A call on
 //! memory of a call before it starts after that one has ended (`unfinished`).

@@ -14,7 +14,7 @@ use super::small_calls::CachedCalls;
 use super::thread::GroupThread;
 use super::unfinished::UnfinishedCalls;
 use super::work::{OnComplete, Role, Work};
-use super::worker::Worker;
+use super::worker::{Worker, send_parts};
 use crate::collective::Call;
 use crate::collective::device::wait_event;
 use crate::error::{Error, Result};
@@ -91,7 +91,7 @@ impl LeadState {
         };
         self.queue.calls[0] = Arc::clone(&work);
         if leader == Waiter::Thread && self.worker.shared.several_hosts && can_be_concurrent(&work) {
-            return match self.worker.run_concurrent(&mut self.queue, &mut self.unfinished) {
+            return match self.worker.run_concurrent(&mut self.queue, &mut self.unfinished, &self.helpers) {
                 Ok(Some(last)) => Some(Ended::Call(last, Ok(()))),
                 Err(_) => None,
                 Ok(None) => self.reconcile(),
@@ -275,19 +275,9 @@ impl LeadState {
         if chunks == 1 && work.call.producer().is_none() {
             return Ok(());
         }
-        // Helper h takes the chunks h, h + channels, ...
-        let num_helpers = (work.call.channels() - 1).min(chunks - 1);
-        work.add_parts(num_helpers);
-        if num_helpers > 0 || work.call.producer().is_some() {
+        let helped = send_parts(work, chunks, helpers, &worker.shared);
+        if helped || work.call.producer().is_some() {
             unfinished.add(&work.call, work, false);
-        }
-        for helper in &helpers[..num_helpers] {
-            if let Err((work, reason)) = helper.send(Arc::clone(work)) {
-                let error = reason.unwrap_or_else(|| worker.shared.ended());
-                // The other ranks wait for this part.
-                worker.shared.fail(&error);
-                work.finish(Err(error));
-            }
         }
         worker.run_own_chunks(work)
     }

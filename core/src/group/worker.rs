@@ -11,6 +11,27 @@ use crate::collective::device::StagingPipeline;
 use crate::error::{Result, guard};
 use crate::transport::WaitContext;
 
+/// Sends the helpers their parts of a call of `chunks` chunks, which all ranks are known to have; returns whether there are
+/// any. Helper h takes the chunks h, h + channels, ...
+pub(super) fn send_parts(
+    work: &Arc<Work>,
+    chunks: usize,
+    helpers: &[GroupThread<Arc<Work>>],
+    shared: &GroupState,
+) -> bool {
+    let helpers = &helpers[..(work.call.channels() - 1).min(chunks - 1)];
+    work.add_parts(helpers.len());
+    for helper in helpers {
+        if let Err((work, reason)) = helper.send(Arc::clone(work)) {
+            let error = reason.unwrap_or_else(|| shared.ended());
+            // The other ranks wait for this part.
+            shared.fail(&error);
+            work.finish(Err(error));
+        }
+    }
+    !helpers.is_empty()
+}
+
 /// A thread of a group with its channel.
 pub(super) struct Worker {
     pub shared: Arc<GroupState>,

@@ -10,18 +10,16 @@ use super::tree::ReductionTree;
 use crate::collective::algorithm::{Algorithm, AlgorithmSetting};
 use crate::collective::call::Call;
 use crate::collective::lookahead::Lookahead;
-use crate::collective::operation::Pattern;
+use crate::collective::operation::{Op, Pattern, Root};
 use crate::collective::partials::{InterHostOps, Partial, PartialRange, Piece};
-use crate::collective::selection::between_hosts;
+use crate::collective::selection::{between_hosts, chunks_under_way};
 use crate::collective::shard::ShardView;
 use crate::collective::wire::{host_piece, runs};
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
 use crate::transport::memory::Aligned;
-use crate::transport::{
-    HostLink, HostMessage, MAX_EXCHANGES, NETWORK_WINDOW, NetworkModel, WaitContext, finish_exchange,
-};
+use crate::transport::{HostLink, HostMessage, MAX_EXCHANGES, NetworkModel, WaitContext, finish_exchange};
 use crate::wire_layout::{DtypeRun, HEADER};
 
 /// A shard of this rank, with its links to the other hosts.
@@ -42,14 +40,18 @@ pub(in crate::collective) struct InFlightSlice {
     algorithm: Algorithm,
     stage: ExchangeStage,
     handshake: HandshakeState,
+    /// What the ranks of which this host has heard have behind the call.
+    lookahead: Lookahead,
+    /// Whether it hears of all.
+    hears_of_all: bool,
     /// Whether the local buffer has this host's partial sums.
     has_own: bool,
 }
 
 impl InFlightSlice {
-    /// What all ranks have behind the call, after the handshake.
+    /// What all ranks are known to have behind the call, once the slice is complete.
     pub fn lookahead(&self) -> Lookahead {
-        self.handshake.calls.lookahead
+        if self.hears_of_all { self.lookahead } else { Lookahead::default() }
     }
 }
 
@@ -101,7 +103,7 @@ impl InterHost {
         wait_ctx: &WaitContext<'_>,
     ) -> Result<InFlightSlice> {
         let (setting, network) = (self.setting, self.network);
-        let mut exchange = self.exchange(slice, wait_ctx);
+        let mut exchange = self.exchange(slice, calls.lookahead, wait_ctx);
         let algorithm = between_hosts(slice.call.op, setting, || {
             cost::fastest(&network, exchange.hosts(), exchange.cost_input(), !matched)
         });
@@ -110,9 +112,16 @@ impl InterHost {
             Algorithm::Halving => Payload::Halves,
             Algorithm::Pairwise | Algorithm::Ring => Payload::Empty,
         };
-        let handshake = HandshakeState::new(payload, calls, slice.bytes.clone());
-        let mut in_flight = InFlightSlice { algorithm, stage: ExchangeStage::Fold, handshake, has_own: false };
-        in_flight.stage = if matched && payload == Payload::Empty {
+        let has_handshake = !matched || payload != Payload::Empty;
+        let mut in_flight = InFlightSlice {
+            algorithm,
+            stage: ExchangeStage::Fold,
+            handshake: HandshakeState::new(payload, calls.agreed, slice.bytes.clone()),
+            lookahead: calls.lookahead,
+            hears_of_all: has_handshake || is_heard_by_all(algorithm, slice.call.op),
+            has_own: false,
+        };
+        in_flight.stage = if !has_handshake {
             exchange.start_data(&mut in_flight)?
         } else {
             exchange.start_handshake(&mut in_flight.handshake)?
@@ -129,8 +138,9 @@ impl InterHost {
         wait_ctx: &WaitContext<'_>,
     ) -> Result<Option<bool>> {
         while self.link.in_flight(exchange_index(slice)) == 0 {
-            let mut exchange = self.exchange(slice, wait_ctx);
+            let mut exchange = self.exchange(slice, in_flight.lookahead, wait_ctx);
             let next = exchange.finish_stage(in_flight)?;
+            in_flight.lookahead = exchange.lookahead;
             exchange.timer.end(Activity::Reduce);
             in_flight.stage = match next {
                 Next::ExchangeStage(stage) => stage,
@@ -156,11 +166,17 @@ impl InterHost {
         }
     }
 
-    fn exchange<'a>(&'a mut self, slice: &'a Slice<'a>, wait_ctx: &'a WaitContext<'a>) -> SliceExchange<'a> {
+    fn exchange<'a>(
+        &'a mut self,
+        slice: &'a Slice<'a>,
+        lookahead: Lookahead,
+        wait_ctx: &'a WaitContext<'a>,
+    ) -> SliceExchange<'a> {
         let exchange_index = exchange_index(slice);
         let turn = (slice.round as usize + self.shard) % self.trees.len();
         SliceExchange {
             slice,
+            lookahead,
             exchange_index,
             link: self.link.as_mut(),
             host_partial: &mut self.host_partial[exchange_index],
@@ -172,6 +188,11 @@ impl InterHost {
     }
 }
 
+/// Whether every host gets a message of every other one, in an exchange without a handshake.
+fn is_heard_by_all(algorithm: Algorithm, op: Op) -> bool {
+    algorithm == Algorithm::Pairwise && (op.pattern() != Pattern::Gather || op.collective.root != Root::Target)
+}
+
 /// The exchange of the link that a slice uses.
 fn exchange_index(slice: &Slice<'_>) -> usize {
     slice.round as usize % MAX_EXCHANGES
@@ -180,6 +201,7 @@ fn exchange_index(slice: &Slice<'_>) -> usize {
 /// A slice with its messages; the algorithms are its methods.
 pub(super) struct SliceExchange<'a> {
     pub slice: &'a Slice<'a>,
+    lookahead: Lookahead,
     pub exchange_index: usize,
     pub link: &'a mut dyn HostLink,
     pub host_partial: &'a mut Aligned,
@@ -241,13 +263,15 @@ impl SliceExchange<'_> {
 
     pub fn header(&self, kind: u32, agreed: bool, has_data: bool) -> SliceHeader {
         let (signature, round) = (self.slice.call.signature, self.slice.round);
-        SliceHeader { signature, round, message_kind: kind, agreed, has_data, lookahead: Lookahead::default() }
+        SliceHeader { signature, round, message_kind: kind, agreed, has_data, lookahead: self.lookahead }
     }
 
     /// Reads the header of the message at `at` in the receive buffer.
     pub fn read_header(&mut self, at: usize, kind: u32) -> Result<SliceHeader> {
         let message = &self.link.buffers(self.exchange_index).recv[at..];
-        SliceHeader::read(message, self.slice.round, kind, self.slice.call)
+        let header = SliceHeader::read(message, self.slice.round, kind, self.slice.call)?;
+        self.lookahead = self.lookahead.common(header.lookahead);
+        Ok(header)
     }
 
     /// The data of the message at `at` in the receive buffer.
@@ -271,8 +295,9 @@ impl SliceExchange<'_> {
         let bytes = self.slice.bytes.clone();
         let call = self.slice.call;
         let others = (call.layout.chunks() - 1).div_ceil(call.channels());
+        let under_way = chunks_under_way(self.hosts(), call.layout.chunk_size() * call.blocks());
         cost::CostInput {
-            overlap: others.clamp(1, NETWORK_WINDOW),
+            overlap: others.clamp(1, under_way),
             result_bytes: bytes.len() * shards,
             partial_bytes: self.partial_bytes(bytes.clone()) * shards,
             sends_elements: self.sends_elements(bytes),

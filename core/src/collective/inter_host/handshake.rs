@@ -7,8 +7,7 @@
 use std::ops::Range;
 
 use super::exchange::SliceExchange;
-use super::handshake_state::{HandshakeState, HostCalls, Payload};
-use super::header::SliceHeader;
+use super::handshake_state::{HandshakeState, Payload};
 use super::stage::{ExchangeStage, Next};
 use super::tree::Role;
 use crate::collective::partials::Partial;
@@ -93,7 +92,7 @@ impl SliceExchange<'_> {
             if agreed && state.has_payload() {
                 self.unpack_result(0, self.slice.bytes.clone(), RESULT)?;
             }
-            state.calls = HostCalls { agreed, lookahead: header.lookahead };
+            state.agreed = agreed;
         }
         Ok(state.outcome())
     }
@@ -149,9 +148,7 @@ impl SliceExchange<'_> {
     /// Writes the header of a message whose data, the range `sent`, is already in the buffer or absent.
     fn write_header(&mut self, kind: u32, state: &HandshakeState, sent: Range<usize>) -> Range<usize> {
         let has_data = state.has_payload() && state.has_data;
-        let header =
-            SliceHeader { lookahead: state.calls.lookahead, ..self.header(kind, state.calls.agreed, has_data) };
-        header.write(self.link.buffers(self.exchange_index).send);
+        self.header(kind, state.agreed, has_data).write(self.link.buffers(self.exchange_index).send);
         0..HEADER + if has_data { self.partial_bytes(sent) } else { 0 }
     }
 
@@ -160,10 +157,9 @@ impl SliceExchange<'_> {
     fn add_received(&mut self, kind: u32, first: bool, last: bool, state: &mut HandshakeState) -> Result<()> {
         let header = self.read_header(0, kind)?;
         if !header.agrees_with(self.slice.call) {
-            state.calls.agreed = false;
+            state.agreed = false;
             return Ok(());
         }
-        state.calls.lookahead = state.calls.lookahead.common(header.lookahead);
         if !state.has_payload() {
             return Ok(());
         }

@@ -32,8 +32,8 @@ impl Default for HostCalls {
 #[derive(Debug)]
 pub(super) struct HandshakeState {
     pub payload: Payload,
-    /// Of all hosts heard of so far.
-    pub calls: HostCalls,
+    /// Whether the calls of all hosts heard of so far match.
+    pub agreed: bool,
     /// The part of the slice that this host still reduces.
     pub range: Range<usize>,
     /// Offset of the data: in the local buffer for halves, in the send buffer for the whole slice.
@@ -44,17 +44,17 @@ pub(super) struct HandshakeState {
 
 impl HandshakeState {
     /// The start of a handshake about a slice.
-    pub fn new(payload: Payload, calls: HostCalls, range: Range<usize>) -> HandshakeState {
-        HandshakeState { payload, calls, range, at: 0, has_data: false }
+    pub fn new(payload: Payload, agreed: bool, range: Range<usize>) -> HandshakeState {
+        HandshakeState { payload, agreed, range, at: 0, has_data: false }
     }
 
     pub fn has_payload(&self) -> bool {
-        self.calls.agreed && self.payload != Payload::Empty
+        self.agreed && self.payload != Payload::Empty
     }
 
     /// What follows the handshake.
     pub fn outcome(&self) -> Next {
-        let agreed = self.calls.agreed;
+        let agreed = self.agreed;
         if agreed && self.payload == Payload::Empty { Next::StartData } else { Next::Done(agreed) }
     }
 }

@@ -19,7 +19,7 @@ pub(super) struct SliceHeader {
     pub agreed: bool,
     /// Whether data follows.
     pub has_data: bool,
-    /// What the ranks that the sender has heard of have behind this call; in a handshake.
+    /// What the ranks that the sender has heard of have behind this call.
     pub lookahead: Lookahead,
 }
 
