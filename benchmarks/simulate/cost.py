@@ -21,7 +21,7 @@ WINDOW = 8
 
 
 def chunks_under_way(hosts: int, length: int) -> int:
-    """The chunks of `length` bytes that are under way on a channel, as in `core/src/collective/selection.rs`."""
+    """The chunks with `length` bytes for a shard that are under way, as in `core/src/collective/selection.rs`."""
     return min(max(((1 + hosts.bit_length()) << 19) // max(length, 1), 2), WINDOW)
 
 

@@ -115,7 +115,7 @@ class _Host:
         self.threads = [Resource() for _ in range(job.channels)]
         self.outcome = Outcome()
         self._chunks = chunks(job, call)
-        self._window = chunks_under_way(job.hosts, self._chunks[0])
+        self._window = chunks_under_way(job.hosts, self._chunks[0] // job.ranks)
 
     def lead(self) -> Process:
         """The call: its first chunk, then the others on all channels."""

@@ -32,7 +32,7 @@ struct ChunkTask {
     /// The number of its call.
     call: usize,
     chunk: usize,
-    /// Its bytes in a slot.
+    /// Its bytes for a shard.
     bytes: usize,
     /// As in [`NextChunk`].
     is_first: bool,
@@ -117,7 +117,7 @@ impl Channel {
             && let Some(NextChunk { call, chunk, is_first, compares }) = source.next()
         {
             let active = source.call(call);
-            let bytes = active.plan.chunk_len(active.call, chunk) * active.call.blocks();
+            let bytes = active.plan.chunk_len(active.call, chunk) * active.call.blocks() / self.topology.num_shards();
             let under_way: usize = tasks.iter().map(|task| task.bytes).sum();
             if tasks.len() >= MIN_CHUNKS_UNDER_WAY && under_way + bytes > max_bytes_under_way(self.topology.hosts()) {
                 return Ok(false);

@@ -279,14 +279,14 @@ pub(super) fn between_hosts(op: Op, setting: AlgorithmSetting, fastest: impl FnO
 /// While fewer chunks of a channel are under way between hosts, a new one is packed first.
 pub(super) const MIN_CHUNKS_UNDER_WAY: usize = 2;
 
-/// The most bytes in slots of more chunks between `hosts` hosts: three of 512 KiB between two, and one more while the hosts, whose
-/// exchanges take more latencies, double. If eight are under way, the buffers of their messages leave the nearest caches, and 32 MiB
-/// take 1.7 times as long between two hosts whose processors are the limit.
+/// The most bytes of a shard in more chunks between `hosts` hosts: three of 512 KiB between two, and one more while the hosts,
+/// whose exchanges take more latencies, double. If eight are under way, the buffers of their messages leave the nearest caches,
+/// and 32 MiB take 1.7 times as long between two hosts whose processors are the limit.
 pub(super) fn max_bytes_under_way(hosts: usize) -> usize {
     (2 + hosts.max(1).ilog2() as usize) << 19
 }
 
-/// The number of chunks of `bytes` that are under way on a channel between `hosts` hosts.
+/// The number of chunks with `bytes` for a shard that are under way on a channel between `hosts` hosts.
 pub(super) fn chunks_under_way(hosts: usize, bytes: usize) -> usize {
     (max_bytes_under_way(hosts) / bytes.max(1)).clamp(MIN_CHUNKS_UNDER_WAY, NETWORK_WINDOW)
 }
@@ -376,6 +376,15 @@ mod tests {
         assert_eq!(between_hosts(Op::MEAN, AlgorithmSetting::Auto, auto), Algorithm::Doubling);
         assert_eq!(between_hosts(Op::broadcast(0), always, auto), Algorithm::Ring);
         assert_eq!(between_hosts(Op::ALLGATHER, always, auto), Algorithm::Pairwise);
+    }
+
+    #[test]
+    fn longer_chunks_and_fewer_hosts_have_fewer_chunks_under_way() {
+        let chunks =
+            |hosts: usize| [0, 4 << 10, 256 << 10, 512 << 10, 8 << 20].map(|bytes| chunks_under_way(hosts, bytes));
+        assert_eq!(chunks(2), [8, 8, 6, 3, 2]);
+        assert_eq!(chunks(5), [8, 8, 8, 4, 2]);
+        assert_eq!(chunks(64), [8, 8, 8, 8, 2]);
     }
 
     #[test]

@@ -295,7 +295,7 @@ impl SliceExchange<'_> {
         let bytes = self.slice.bytes.clone();
         let call = self.slice.call;
         let others = (call.layout.chunks() - 1).div_ceil(call.channels());
-        let under_way = chunks_under_way(self.hosts(), call.layout.chunk_size() * call.blocks());
+        let under_way = chunks_under_way(self.hosts(), call.layout.chunk_size() * call.blocks() / shards);
         cost::CostInput {
             overlap: others.clamp(1, under_way),
             result_bytes: bytes.len() * shards,
