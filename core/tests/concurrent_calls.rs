@@ -225,16 +225,18 @@ fn the_deadline_of_a_call_holds_while_those_before_it_are_under_way() {
     type Link = fn(Box<dyn HostLink>) -> Box<dyn HostLink>;
     let fused: (_, Link) = ([Op::MEAN; 2], |link| HeldLink::boxed(link, once_the_second_has_started));
     let alone: (_, Link) = ([Op::MEAN, MAX], |link| HeldLink::boxed(link, once_several_are_in_flight));
-    for (ops, link) in [fused, alone] {
-        World { link, timeout: Duration::from_secs(10), ..World::new(&[1, 1]) }.run(|rank| {
+    // The last is long: helpers have parts of it.
+    for ((ops, link), length, threads) in [(fused, 10, 1), (alone, 10, 1), (alone, 3000, 2)] {
+        World { link, threads, timeout: Duration::from_secs(10), ..World::new(&[1, 1]) }.run(|rank| {
             let mut data = vec![vec![1f64; 10]; 6];
+            data[5] = vec![1f64; length];
             let start = |(index, data): (usize, &mut Vec<f64>)| {
                 if index == 1 {
                     // The first call is under way alone, so all others are queued when the second one begins.
                     std::thread::sleep(Duration::from_millis(10));
                 }
                 let (op, tensors) = (ops[(index + 1) % 2], vec![vec![tensor(data)]]);
-                if index == 5 { rank.start_within(1.0, tensors, "") } else { rank.start(op, tensors, "") }
+                if index == 5 { rank.start_within(1.0, tensors, "late") } else { rank.start(op, tensors, "") }
             };
             let calls: Vec<_> = data.iter_mut().enumerate().map(start).collect();
             let outcomes: Vec<_> =
@@ -242,6 +244,7 @@ fn the_deadline_of_a_call_holds_while_those_before_it_are_under_way() {
             assert_eq!(outcomes[0], Ok(()));
             let Err(Error::Timeout(text)) = &outcomes[5] else { panic!("{outcomes:?}") };
             assert!(text.contains("the timeout of this call"), "{text}");
+            assert_eq!(text.matches("late").count(), 1, "{text}");
         });
     }
 }

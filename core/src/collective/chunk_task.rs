@@ -172,9 +172,12 @@ impl Channel {
             Some(ChunkStage::Exchanging(_) | ChunkStage::Complete(_) | ChunkStage::Ended(_)) => None,
         };
         let shm = self.rounds.shm();
+        // Its flags show whether the next chunk may begin.
+        let packs_first = |task: &ChunkTask| task.is_first && matches!(task.stage, ChunkStage::Packed(_));
+        let is_alone = tasks.len() < 2 || (self.inter_host.is_empty() && !tasks.iter().any(packs_first));
         match awaited {
             // Nothing but this flag can advance a chunk.
-            Some(awaited) if self.inter_host.is_empty() || tasks.len() < 2 => awaited.wait(shm, wait_ctx),
+            Some(awaited) if is_alone => awaited.wait(shm, wait_ctx),
             Some(awaited) => wait.nap(|| awaited.first_pending(shm), || awaited.check(shm, wait_ctx)),
             None => {
                 let links = self.inter_host.iter().map(|shard| &*shard.link as &dyn HostLink);

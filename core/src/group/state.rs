@@ -128,7 +128,8 @@ impl GroupState {
         }
         let other_groups = || if self.several_hosts { self.lost_rank() } else { None };
         self.failure().or_else(other_groups).or_else(|| {
-            let behind = self.recorder.overdue()?;
+            // A helper may run its part of the head before the head counts as started.
+            let behind = self.recorder.overdue().filter(|behind| !Arc::ptr_eq(behind, &head.record))?;
             Some(Error::Timeout(format!(
                 "{} was not complete after {:.1} s ({}); it is behind {}, which waits for other ranks",
                 behind.summary.name_line,
