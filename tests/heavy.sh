@@ -26,7 +26,8 @@ tsan() { # ranks as threads under the thread sanitizer, with an instrumented sta
     { echo "skipped: needs 'rustup component add rust-src'" && return 2; }
   # RUSTC_BOOTSTRAP makes a stable compiler accept options that only nightly has.
   RUSTC_BOOTSTRAP=1 CARGO_TARGET_DIR=target/tsan RUSTFLAGS="-Zsanitizer=thread" timeout 1800 cargo test --locked \
-    -Zbuild-std --target "$target" -p dl_comm_core --test collectives --test matching --test schedules --test failures --test parameter_server \
+    -Zbuild-std --target "$target" -p dl_comm_core --test collectives --test matching --test schedules --test failures \
+    --test parameter_server --test concurrent_calls \
     -- --skip a_broadcast_may_write_the_same_memory_twice # by several threads, with equal bytes
 }
 
