@@ -282,7 +282,9 @@ fn calls_of_all_lengths() {
     const LENGTHS: [usize; 5] = [1, 70, 500, 3000, 20_000];
     for hosts in [&[1, 1][..], &[2, 1], &[1, 3, 2], &[1, 1, 1, 1, 1]] {
         let access = if hosts.len() == 3 { Access::Peer } else { Access::Slots };
-        World { threads: hosts[0], access, ..World::new(hosts) }.run(|rank| {
+        // The thread sanitizer takes two minutes.
+        let timeout = Duration::from_secs(400);
+        World { threads: hosts[0], access, timeout, ..World::new(hosts) }.run(|rank| {
             let lists = |call: usize| if call % 11 == 3 { 20 } else { 1 };
             let value = |call: usize, rank: usize| (call * 3 + rank) as f64;
             let mut data: Vec<Vec<Vec<f64>>> = (0..150)
