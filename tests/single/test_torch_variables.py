@@ -269,7 +269,8 @@ def test_the_prefix_needs_a_launcher() -> None:
 
 
 def test_the_exit_status_is_the_programs() -> None:
-    finished = launch(2, [*ENV, "sh", "-c", "exit $((PMI_RANK * 3))"], 60)
+    # Of several ranks Hydra kills those that still run when the first one fails, and returns the signal.
+    finished = launch(1, [*ENV, "sh", "-c", "exit 3"], 60)
     assert finished.returncode == 3, finished.output
 
 
