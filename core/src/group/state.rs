@@ -104,7 +104,7 @@ impl GroupState {
         }
         let first = self.failure.set(error.clone()).is_ok();
         if first {
-            self.region.control().set_failure(error);
+            self.region.set_failure(error);
         }
         first
     }

@@ -205,6 +205,7 @@ mod tests {
         let hosts = start(5);
         for (_, groups, region) in &hosts {
             groups.add(3, region);
+            region.open().unwrap();
         }
         let (early, late) = (START.wrapping_add(1), START.wrapping_add(2));
         for (_, _, region) in &hosts[..4] {

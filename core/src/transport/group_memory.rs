@@ -71,7 +71,7 @@ pub struct GroupMemory {
 /// The memory of a group that this rank has freed.
 struct Leaving {
     control: RegionControl,
-    slots: Option<Memory>,
+    rank_memory: Option<Memory>,
     holds: Holds,
     /// The control block and its entry, if this rank has made it.
     own: Option<ControlBlock>,
@@ -183,7 +183,7 @@ impl GroupMemory {
             base: Memory(base),
             local_ranks,
             own,
-            slots: Mutex::default(),
+            rank_memory: Mutex::default(),
             holds: Holds::default(),
         })
     }
@@ -239,9 +239,9 @@ impl GroupMemory {
                 if !group.control.all_left() {
                     return true;
                 }
-                if let Some(slots) = group.slots.take() {
+                if let Some(memory) = group.rank_memory.take() {
                     // SAFETY: no rank uses the memory of others any more.
-                    unsafe { self.arenas.free_zeroed(slots.0) };
+                    unsafe { self.arenas.free_zeroed(memory.0) };
                 }
                 lock(&group.holds).clear();
                 group.control.release();
@@ -318,7 +318,7 @@ pub struct ArenaRegion {
     /// By local rank in the group: the local rank in the job.
     local_ranks: Vec<usize>,
     own: Option<ControlBlock>,
-    slots: Mutex<Option<Memory>>,
+    rank_memory: Mutex<Option<Memory>>,
     holds: Holds,
 }
 
@@ -329,7 +329,7 @@ impl ArenaRegion {
     }
 }
 
-/// What else to do about too little memory for slots.
+/// What else to do about too little memory.
 fn with_hint(error: Error) -> Error {
     match error {
         Error::System(text) => Error::System(format!("{text}; or set DL_COMM_CHUNK_KB or the number of threads lower")),
@@ -342,17 +342,17 @@ impl RegionMemory for ArenaRegion {
         self.base.0
     }
 
-    fn make_slots(&self, _me: usize, len: usize) -> Result<u64> {
+    fn make(&self, _me: usize, len: usize) -> Result<u64> {
         let arenas = &self.groups.arenas;
         let memory = self.groups.alloc(|| arenas.alloc_addresses(len)).map_err(with_hint)?;
-        *lock(&self.slots) = Some(Memory(memory));
+        *lock(&self.rank_memory) = Some(Memory(memory));
         let offset = arenas.offset_of(memory.addr()..memory.addr() + len);
         offset.ok_or_else(|| Error::Internal("an arena lost its memory".into()))
     }
 
     fn reserve(&self, part: Range<usize>) -> Result<()> {
-        let memory = lock(&self.slots).as_ref().map(|slots| slots.0);
-        let memory = memory.ok_or_else(|| Error::Internal("the slots are not made".into()))?;
+        let memory = lock(&self.rank_memory).as_ref().map(|memory| memory.0);
+        let memory = memory.ok_or_else(|| Error::Internal("the memory of the rank is not made".into()))?;
         let reserved = self.groups.alloc(|| self.groups.arenas.reserve_part(memory, &part));
         reserved.map_err(with_hint)
     }
@@ -361,7 +361,7 @@ impl RegionMemory for ArenaRegion {
         self.groups.reap();
     }
 
-    fn slots(&self, rank: usize, place: u64, len: usize) -> Option<*mut u8> {
+    fn of_rank(&self, rank: usize, place: u64, len: usize) -> Option<*mut u8> {
         self.groups.arenas.resolve(self.local_ranks[rank], place, len)
     }
 }
@@ -369,9 +369,9 @@ impl RegionMemory for ArenaRegion {
 impl Drop for ArenaRegion {
     fn drop(&mut self) {
         self.control.leave();
-        let slots = lock(&self.slots).take();
+        let rank_memory = lock(&self.rank_memory).take();
         let (holds, own) = (Arc::clone(&self.holds), self.own.take());
-        let leaving = Leaving { control: self.control, slots, holds, own, released: false };
+        let leaving = Leaving { control: self.control, rank_memory, holds, own, released: false };
         lock(&self.groups.leaving).push(leaving);
         self.groups.reap();
     }
@@ -414,14 +414,14 @@ mod tests {
     }
 
     #[test]
-    fn the_slots_of_a_rank_are_seen_by_the_other() {
+    fn the_memory_of_a_rank_is_seen_by_the_other() {
         let ranks = two_ranks();
         let group = make(&ranks, 7);
-        let len = LAYOUT.slots_bytes();
+        let len = LAYOUT.rank_bytes();
         for (me, other) in [(0, 1), (1, 0)] {
-            let place = group[me].make_slots(me, len).unwrap();
+            let place = group[me].make(me, len).unwrap();
             let (mine, theirs) =
-                (group[me].slots(me, place, len).unwrap(), group[other].slots(me, place, len).unwrap());
+                (group[me].of_rank(me, place, len).unwrap(), group[other].of_rank(me, place, len).unwrap());
             assert_ne!(mine, theirs, "two maps of one file");
             // SAFETY: `len` bytes of both maps.
             unsafe {
@@ -444,8 +444,8 @@ mod tests {
         let before = [used(0), used(1)];
         for key in 1..500 {
             let [first, second] = make(&ranks, key);
-            first.make_slots(0, LAYOUT.slots_bytes()).unwrap();
-            second.make_slots(1, LAYOUT.slots_bytes()).unwrap();
+            first.make(0, LAYOUT.rank_bytes()).unwrap();
+            second.make(1, LAYOUT.rank_bytes()).unwrap();
             if key % 2 == 0 {
                 drop(first);
                 drop(second);

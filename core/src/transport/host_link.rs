@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::region_layout::MAX_WINDOW;
+use super::window::MAX_WINDOW;
 use crate::error::Result;
 
 /// A message of an exchange: a byte range of [`ExchangeBuffers`] to or from `host`.

@@ -37,6 +37,7 @@ mod peer_user;
 pub mod process;
 mod range_allocator;
 pub mod rank0_address;
+mod rank_flags;
 pub mod rank_info;
 pub mod ranks;
 pub mod region_control;
@@ -54,18 +55,18 @@ mod store_job;
 pub mod sync;
 pub mod tcp_store;
 pub mod wait_context;
+mod window;
 
 pub use creations::Calls;
 pub use host_link::{ExchangeBuffers, HostLink, HostMessage, MAX_EXCHANGES};
 pub use host_wait::{HostWait, check_hosts, finish_exchange};
 pub use network_model::NetworkModel;
-pub use region_layout::{
-    HOST_WINDOW, LOOKAHEAD_WORDS, MAX_DEFAULT_SLOT, MAX_WINDOW, NETWORK_WINDOW, RegionLayout, SMALL_WINDOW,
-    max_channels,
-};
+pub use rank_flags::LOOKAHEAD_WORDS;
+pub use region_layout::{MAX_DEFAULT_SLOT, RegionLayout, max_channels};
 pub use shm_channel::{Phase, ShmChannel, SlotContent};
 pub use shm_region::ShmRegion;
 pub use wait_context::WaitContext;
+pub use window::{HOST_WINDOW, MAX_WINDOW, NETWORK_WINDOW, SMALL_WINDOW};
 
 /// The launcher of the job's processes and its library: a [`bootstrap`], and what only it knows.
 pub mod launcher {

@@ -1,4 +1,5 @@
-//! The control block of a group on one host: its failure, stalled and departed ranks, and its members.
+//! The control block of a group on one host: its failure, stalled and departed ranks, where the memory of its ranks is,
+//! and its members.
 //!
 //! The failure detector reads and writes control blocks of groups that its own rank is no member of.
 //! Thread rule: any thread of any process of the host.
@@ -6,11 +7,9 @@
 use std::sync::atomic::Ordering;
 
 use super::counter::reached;
-use super::flag::Flag;
-use super::region_layout::{
-    FAILURE_TEXT, Failure, HOST_WINDOW, LOOKAHEAD_WORDS, Lookaheads, RankFlags, RegionHeader, RegionLayout,
-};
-use super::sync::{AtomicU32, AtomicU64};
+use super::region_layout::{FAILURE_TEXT, Failure, RankState, RegionHeader, RegionLayout};
+use super::sync::AtomicU32;
+use super::window::HOST_WINDOW;
 use crate::error::Error;
 use crate::wire_layout::ALIGN;
 
@@ -72,18 +71,10 @@ impl RegionControl {
         unsafe { &*self.base.cast::<RegionHeader>() }
     }
 
-    pub(super) fn flags(&self, channel: usize, rank: usize) -> &RankFlags {
-        debug_assert!(channel < self.layout.channels && rank < self.layout.ranks);
+    pub(super) fn state(&self, rank: usize) -> &RankState {
+        debug_assert!(rank < self.layout.ranks);
         // SAFETY: as above.
-        unsafe { &*self.base.add(self.layout.flags_offset(channel, rank)).cast::<RankFlags>() }
-    }
-
-    /// What a rank posts about its later calls in the rounds of a turn.
-    pub(super) fn lookahead(&self, channel: usize, rank: usize, turn: usize) -> &[AtomicU64; LOOKAHEAD_WORDS] {
-        debug_assert!(channel < self.layout.channels && rank < self.layout.ranks);
-        // SAFETY: as above.
-        let all = unsafe { &*self.base.add(self.layout.lookahead_offset(channel, rank)).cast::<Lookaheads>() };
-        &all.0[turn]
+        unsafe { &*self.base.add(self.layout.state_offset(rank)).cast::<RankState>() }
     }
 
     fn member(&self, index: usize) -> &AtomicU32 {
@@ -101,15 +92,15 @@ impl RegionControl {
     pub fn departed_ranks(&self) -> Vec<(usize, u32)> {
         let departed = |&local: &usize| self.has_departed(local);
         let last = |local: usize| {
-            let flags = self.flags(0, local);
-            (flags.unpacked.payload.rank.load(Ordering::Relaxed) as usize, flags.packed.flag.raised())
+            let state = self.state(local);
+            (state.rank.load(Ordering::Relaxed) as usize, state.last_round.load(Ordering::Relaxed))
         };
         (0..self.layout.ranks).filter(departed).map(last).collect()
     }
 
     /// A rank that has departed: one of this host by its rank in the group, or one that another host has reported.
     pub fn first_departed(&self) -> Option<usize> {
-        let of_local = |local: usize| self.flags(0, local).unpacked.payload.rank.load(Ordering::Relaxed) as usize;
+        let of_local = |local: usize| self.state(local).rank.load(Ordering::Relaxed) as usize;
         let reported = || {
             let value = self.header().departed.load(Ordering::Relaxed);
             (value & DEPARTED != 0).then_some(((value & !DEPARTED) >> 32) as usize)
@@ -122,8 +113,8 @@ impl RegionControl {
         (0..self.layout.ranks).all(|local| self.has_departed(local))
     }
 
-    fn has_departed(&self, local: usize) -> bool {
-        self.flags(0, local).unpacked.payload.departed.load(Ordering::Acquire) == 1
+    pub(super) fn has_departed(&self, local: usize) -> bool {
+        self.state(local).departed.load(Ordering::Acquire) == 1
     }
 
     /// Reports to this host's ranks that rank `rank` of another host departs after round `round`; the earliest round
@@ -155,7 +146,7 @@ impl RegionControl {
         (value & STALLED != 0).then_some((value & !STALLED) as u32)
     }
 
-    /// Reports a failure of the group to this host's ranks. Only the first failure is kept.
+    /// Reports a failure of the group to this host's ranks, which look for it at times. Only the first failure is kept.
     pub fn set_failure(&self, error: &Error) {
         let block: &Failure = &self.header().failure;
         if block.state.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
@@ -169,7 +160,7 @@ impl RegionControl {
         block.code.store(error.code(), Ordering::Relaxed);
         block.len.store(u32::try_from(len).unwrap_or(0), Ordering::Relaxed);
         block.state.store(2, Ordering::Release);
-        self.all_flags().for_each(Flag::wake);
+        (0..self.layout.ranks).for_each(|local| self.state(local).opened.wake());
     }
 
     /// The failure of the group on this host, if any.
@@ -188,20 +179,12 @@ impl RegionControl {
         self.header().failure.state.load(Ordering::Acquire) == 2
     }
 
-    /// Reports to this host's ranks that local rank `local` takes part in no further round.
-    pub fn set_departed(&self, local: usize) {
-        for channel in 0..self.layout.channels {
-            let flags = self.flags(channel, local);
-            flags.unpacked.payload.departed.store(1, Ordering::Release);
-            flags.flags().into_iter().for_each(Flag::wake);
-        }
-    }
-
-    /// All flags of all ranks.
-    pub(super) fn all_flags(&self) -> impl Iterator<Item = &Flag> {
-        let RegionLayout { ranks, channels, .. } = self.layout;
-        let blocks = (0..channels).flat_map(move |channel| (0..ranks).map(move |rank| (channel, rank)));
-        blocks.flat_map(|(channel, rank)| self.flags(channel, rank).flags())
+    /// Reports to this host's ranks that local rank `local` takes part in no round after `last_round`.
+    pub(super) fn set_departed(&self, local: usize, last_round: u32) {
+        let state = self.state(local);
+        state.last_round.store(last_round, Ordering::Relaxed);
+        state.departed.store(1, Ordering::Release);
+        state.opened.wake();
     }
 
     /// Counts a rank of this host that no longer uses the memory of others.

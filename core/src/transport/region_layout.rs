@@ -1,30 +1,22 @@
-//! The memory layout of a [`super::shm_region`]: the control block (header, flags and payloads of the ranks, members)
-//! and the slots of each rank.
+//! The memory layout of a [`super::shm_region`]: the control block (header, states of the ranks, members), and the memory
+//! of each rank, which that rank makes: its slots, then its flags ([`super::rank_flags`]). So its flags are near it, too.
 //!
 //! Thread rule: the fields are atomics; [`super::shm_channel`] defines who may access a slot when.
 
 use std::ops::Range;
 
 use super::flag::Flag;
+use super::rank_flags::RankFlags;
 use super::sync::{AtomicI32, AtomicU8, AtomicU32, AtomicU64};
+use super::window::HOST_WINDOW;
 use crate::error::Result;
 use crate::wire_layout::ALIGN;
 
 /// Maximum length of an error text sent to the other ranks.
 pub(super) const FAILURE_TEXT: usize = if cfg!(loom) { 4 } else { 2048 };
 
-/// Rounds of a channel that may overlap, and so the number of slots of a rank, on one host: one is packed while another
-/// is reduced and a third is unpacked.
-pub const HOST_WINDOW: usize = 4;
-/// The same between hosts: so many chunks of a call are under way.
-pub const NETWORK_WINDOW: usize = if cfg!(loom) { 4 } else { 8 };
-/// The same of small calls.
-pub const SMALL_WINDOW: u32 = 2;
-/// The largest window. Windows are powers of two: the numbers of rounds wrap.
-pub const MAX_WINDOW: usize = NETWORK_WINDOW;
-
-/// The words that a rank posts about the calls behind the one that starts, between hosts.
-pub const LOOKAHEAD_WORDS: usize = 5;
+/// The flags of a rank begin at a multiple of it.
+const PAGE: usize = 4096;
 
 /// Default sizes of slots are multiples of it.
 const SLOT_STEP: usize = 64 << 10;
@@ -57,25 +49,20 @@ pub fn default_slot(hosts: usize, ranks: usize, channels: usize) -> usize {
     (share / SLOT_STEP * SLOT_STEP).clamp(MIN_DEFAULT_SLOT, MAX_DEFAULT_SLOT)
 }
 
-/// The window of a group on `hosts` hosts.
-pub fn window(hosts: usize) -> usize {
-    if hosts > 1 { NETWORK_WINDOW } else { HOST_WINDOW }
-}
-
-/// The memory of a region: the control block, and the slots of each rank, which that rank makes. All of it is valid as
+/// The memory of a region: the control block, and the memory of each rank, which that rank makes. All of it is valid as
 /// long as this object lives.
 pub trait RegionMemory: Send + Sync {
     /// The control block, [`RegionLayout::control_bytes`] long, at a multiple of 64.
     fn control(&self) -> *mut u8;
 
-    /// Makes room for the slots of this rank, local rank `me`: `len` zero bytes. Returns the place that the other ranks
-    /// [find](RegionMemory::slots) them by.
+    /// Makes room for the memory of this rank, local rank `me`: `len` zero bytes. Returns the place that the other ranks
+    /// [find](RegionMemory::of_rank) it by.
     ///
     /// # Errors
     /// [`Error::System`](crate::error::Error::System) when there is not enough room.
-    fn make_slots(&self, me: usize, len: usize) -> Result<u64>;
+    fn make(&self, me: usize, len: usize) -> Result<u64>;
 
-    /// Makes the memory of this part of the slots of this rank, which must not be used before.
+    /// Makes this part of the memory of this rank, which must not be used before.
     ///
     /// # Errors
     /// [`Error::System`](crate::error::Error::System) when there is not enough memory.
@@ -86,8 +73,8 @@ pub trait RegionMemory: Send + Sync {
     /// Frees what ended groups have left, so that other ranks have room.
     fn collect(&self) {}
 
-    /// The address in this process of the slots of local rank `rank`, which returned `place` for them.
-    fn slots(&self, rank: usize, place: u64, len: usize) -> Option<*mut u8>;
+    /// The address in this process of the memory of local rank `rank`, which returned `place` for it.
+    fn of_rank(&self, rank: usize, place: u64, len: usize) -> Option<*mut u8>;
 }
 
 /// The sizes that determine the layout of a region.
@@ -99,7 +86,7 @@ pub struct RegionLayout {
     pub channels: usize,
     /// Size of a slot in bytes, a multiple of [`ALIGN`](crate::wire_layout::ALIGN).
     pub slot: usize,
-    /// Number of slots of a rank and channel: a power of two up to [`MAX_WINDOW`].
+    /// Number of slots of a rank and channel: a power of two up to [`MAX_WINDOW`](super::window::MAX_WINDOW).
     pub window: usize,
 }
 
@@ -114,12 +101,17 @@ impl RegionLayout {
     pub fn bytes_on_one_host(ranks: usize, threads: usize, slot: Option<usize>) -> usize {
         let slot = slot.unwrap_or_else(|| default_slot(1, ranks, threads));
         let layout = RegionLayout { ranks, channels: threads, slot, window: HOST_WINDOW };
-        ranks * layout.slots_bytes() + layout.control_bytes(0)
+        ranks * layout.rank_bytes() + layout.control_bytes(0)
     }
 
-    /// Size of the slots of a rank in bytes.
-    pub fn slots_bytes(self) -> usize {
-        self.channels * self.window * self.slot
+    /// Size of the memory of a rank in bytes.
+    pub fn rank_bytes(self) -> usize {
+        self.flags_offset(self.channels)
+    }
+
+    /// Where the flags of a rank are in its memory.
+    pub fn flags(self) -> Range<usize> {
+        self.flags_offset(0)..self.rank_bytes()
     }
 
     /// The number of places in a slot, at which shorter chunks can start: 1 between hosts.
@@ -132,82 +124,41 @@ impl RegionLayout {
         self.slot / SLOT_PLACES / ALIGN * ALIGN
     }
 
-    pub(super) fn flags_offset(self, channel: usize, rank: usize) -> usize {
-        size_of::<RegionHeader>() + (channel * self.ranks + rank) * size_of::<RankFlags>()
-    }
-
-    pub(super) fn lookahead_offset(self, channel: usize, rank: usize) -> usize {
-        self.flags_offset(self.channels, 0) + (channel * self.ranks + rank) * size_of::<Lookaheads>()
+    pub(super) fn state_offset(self, rank: usize) -> usize {
+        size_of::<RegionHeader>() + rank * size_of::<RankState>()
     }
 
     pub(super) fn members_offset(self) -> usize {
-        self.lookahead_offset(self.channels, 0)
+        self.state_offset(self.ranks)
     }
 
-    /// The offset of a slot in the slots of its rank.
+    /// The offset of a slot in the memory of its rank.
     pub(super) fn slot_offset(self, channel: usize, turn: usize) -> usize {
         (channel * self.window + turn) * self.slot
     }
-}
 
-/// The flags of one rank in one channel. Each flag shares a cache line with the start of its payload: a waiter reads both
-/// at once, without false sharing.
-#[repr(C)]
-#[derive(Default)]
-pub(super) struct RankFlags {
-    /// By turn of the round. On one host the flag and all turns are in one cache line.
-    pub packed: CacheLine<[CallHeaders; MAX_WINDOW / HOST_WINDOW]>,
-    /// What the shard owner found ([`super::shm_channel::ShmChannel::agree`]), by turn of the round.
-    pub reduced: CacheLine<[AtomicU32; MAX_WINDOW]>,
-    pub unpacked: CacheLine<RankState>,
-}
-
-/// The payload of `Unpacked`: what a rank sets once.
-#[repr(C)]
-#[derive(Default)]
-pub(super) struct RankState {
-    /// Whether the rank has departed: it takes part in no further round.
-    pub departed: AtomicU32,
-    /// The rank in the group. Only in channel 0.
-    pub rank: AtomicU32,
-    /// Where the slots of the rank are ([`RegionMemory::make_slots`]). Only in channel 0.
-    pub slots: AtomicU64,
-    /// Raised when the slots are made. Only in channel 0.
-    pub opened: Flag,
-}
-
-/// A flag and its payload, which the owner writes before it raises the flag.
-#[repr(C, align(64))]
-#[derive(Default)]
-pub(super) struct CacheLine<T> {
-    pub flag: Flag,
-    pub payload: T,
-}
-
-impl RankFlags {
-    pub fn flags(&self) -> [&Flag; 4] {
-        [&self.packed.flag, &self.reduced.flag, &self.unpacked.flag, &self.unpacked.payload.opened]
+    /// The offset of the flags of a channel in the memory of their rank.
+    pub(super) fn flags_offset(self, channel: usize) -> usize {
+        let slots = (self.channels * self.window * self.slot).next_multiple_of(PAGE);
+        slots + channel * size_of::<RankFlags>()
     }
 }
 
-/// The payload of `Packed`, for as many turns as share a cache line with the flag.
-#[repr(C)]
-#[derive(Default)]
-pub(super) struct CallHeaders {
-    /// The signatures of the calls.
-    pub signatures: [AtomicU64; HOST_WINDOW],
-    /// What the slots hold ([`super::shm_channel::SlotContent`]), and above that what the choice of a path needs, in calls
-    /// that have one ([`super::shm_channel::PathNote`]).
-    pub notes: [AtomicU32; HOST_WINDOW],
-}
-
-const _: () = assert!(cfg!(loom) || size_of::<Flag>() + size_of::<CallHeaders>() <= 64, "see `RankFlags::packed`");
-
-/// What a rank posts in a channel with `Packed` about the calls behind the one that starts, by turn of the round. Only
-/// between hosts; `Packed` has no room for it.
+/// What a rank sets once.
 #[repr(C, align(64))]
 #[derive(Default)]
-pub(super) struct Lookaheads(pub [[AtomicU64; LOOKAHEAD_WORDS]; MAX_WINDOW]);
+pub(super) struct RankState {
+    /// The rank in the group.
+    pub rank: AtomicU32,
+    /// Raised when the rank has made its memory.
+    pub opened: Flag,
+    /// Where its memory is ([`RegionMemory::make`]).
+    pub memory: AtomicU64,
+    /// Whether the rank has departed: it takes part in no further round.
+    pub departed: AtomicU32,
+    /// Its last round, once it has departed.
+    pub last_round: AtomicU32,
+}
 
 /// The fields that exist once per region.
 #[repr(C, align(64))]
@@ -239,8 +190,7 @@ pub(super) struct Failure {
 
 #[cfg(loom)]
 impl RegionLayout {
-    /// Initializes the control block of a region in one piece, because Loom's atomics are invalid when zero, and tracks
-    /// the slots after it.
+    /// Initializes the control block of a region in one piece, because Loom's atomics are invalid when zero.
     pub(super) fn prepare(self, base: *mut u8) {
         // SAFETY: the memory is new and has this layout; the blocks need no drop.
         unsafe {
@@ -259,14 +209,19 @@ impl RegionLayout {
                 left: AtomicU32::new(0),
                 released: AtomicU32::new(0),
             });
-            for block in 0..self.channels * self.ranks {
-                base.add(self.flags_offset(0, block)).cast::<RankFlags>().write(RankFlags::default());
-                base.add(self.lookahead_offset(0, block)).cast::<Lookaheads>().write(Lookaheads::default());
+            for rank in 0..self.ranks {
+                base.add(self.state_offset(rank)).cast::<RankState>().write(RankState::default());
             }
         }
-        let base = base.addr();
-        let slots = base + self.control_bytes(0);
-        super::sync::track(slots..slots + self.ranks * self.slots_bytes());
+    }
+
+    /// As `prepare`, for the memory of a rank.
+    pub(super) fn prepare_rank(self, base: *mut u8) {
+        for channel in 0..self.channels {
+            // SAFETY: as there.
+            unsafe { base.add(self.flags_offset(channel)).cast::<RankFlags>().write(RankFlags::default()) };
+        }
+        super::sync::track(base.addr()..base.addr() + self.flags_offset(0));
     }
 }
 
@@ -278,20 +233,16 @@ mod tests {
     fn parts_do_not_overlap() {
         let layout = RegionLayout { ranks: 3, channels: 2, slot: 128, window: 2 };
         let mut ranges = vec![(0, size_of::<RegionHeader>())];
-        for (channel, rank) in (0..2).flat_map(|channel| (0..3).map(move |rank| (channel, rank))) {
-            let offset = layout.flags_offset(channel, rank);
-            ranges.push((offset, offset + size_of::<RankFlags>()));
-        }
-        for (channel, rank) in (0..2).flat_map(|channel| (0..3).map(move |rank| (channel, rank))) {
-            let offset = layout.lookahead_offset(channel, rank);
-            ranges.push((offset, offset + size_of::<Lookaheads>()));
-        }
+        ranges
+            .extend((0..3).map(|rank| (layout.state_offset(rank), layout.state_offset(rank) + size_of::<RankState>())));
         ranges.push((layout.members_offset(), layout.control_bytes(5)));
         assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{ranges:?}");
         assert!(ranges.iter().all(|range| range.0.is_multiple_of(ALIGN)));
         assert!(layout.control_bytes(5) >= layout.members_offset() + 5 * size_of::<AtomicU32>());
         let slots = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(channel, turn)| layout.slot_offset(channel, turn));
-        assert_eq!((slots, layout.slots_bytes()), ([0, 128, 256, 384], 512));
+        assert_eq!(slots, [0, 128, 256, 384]);
+        assert_eq!(layout.flags(), PAGE..PAGE + 2 * size_of::<RankFlags>());
+        assert_eq!(layout.flags_offset(1), PAGE + size_of::<RankFlags>());
     }
 
     #[test]

@@ -16,9 +16,10 @@
 use std::ops::Range;
 
 use super::counter::{REFRESH, START, reached};
-use super::region_layout::{LOOKAHEAD_WORDS, SMALL_WINDOW};
+use super::rank_flags::LOOKAHEAD_WORDS;
 use super::shm_channel::{PathNote, Phase, ShmChannel, SlotContent};
 use super::wait_context::WaitContext;
+use super::window::SMALL_WINDOW;
 use crate::error::Result;
 
 /// A round.

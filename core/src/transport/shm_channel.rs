@@ -17,11 +17,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::flag::Flag;
-use super::region_layout::{HOST_WINDOW, LOOKAHEAD_WORDS, MAX_WINDOW, SMALL_WINDOW};
+use super::rank_flags::{LOOKAHEAD_WORDS, RankFlags};
 use super::shm_region::{OPENED, ShmRegion};
 use super::spin::{Spins, Waiter};
 use super::sync::{AtomicU32, AtomicU64, prefetch};
 use super::wait_context::WaitContext;
+use super::window::{HOST_WINDOW, MAX_WINDOW, SMALL_WINDOW};
 use crate::error::{Error, Result};
 use crate::timings::WaitTarget;
 
@@ -67,22 +68,27 @@ const MAX_NANOS: u32 = u32::MAX >> 3;
 /// The bits of a note for the content of the slot.
 const CONTENT: u32 = 0b11;
 
-/// The slots of a channel, by turn of the round, place and local rank.
-struct Slots([Box<[*mut u8]>; MAX_WINDOW]);
+/// The memory of all ranks in a channel.
+struct RankMemory {
+    /// The slots, by turn of the round, place and local rank.
+    slots: [Box<[*mut u8]>; MAX_WINDOW],
+    /// By local rank.
+    flags: Box<[*const RankFlags]>,
+}
 
 // SAFETY: addresses inside the channel's region, which may be used from any thread.
-unsafe impl Send for Slots {}
+unsafe impl Send for RankMemory {}
 
 impl ShmRegion {
     /// Channel `channel` of this region.
     pub fn channel(self: &Arc<ShmRegion>, channel: usize) -> ShmChannel {
         assert!(channel < self.layout.channels, "channel {channel} of {}", self.layout.channels);
-        let slots = self.all_slots(channel).map_or_else(OnceCell::new, OnceCell::from);
+        let memory = self.all_memory(channel).map_or_else(OnceCell::new, OnceCell::from);
         let turns = self.layout.window as u32 - 1;
         ShmChannel {
             region: Arc::clone(self),
             channel,
-            slots,
+            memory,
             turns,
             reserved: Default::default(),
             spins: Spins::new(self.max_spins),
@@ -90,15 +96,9 @@ impl ShmRegion {
         }
     }
 
-    /// The slots of all ranks in `channel`, if all have opened theirs.
-    fn all_slots(&self, channel: usize) -> Option<Slots> {
-        let len = self.layout.slots_bytes();
-        let slots = |rank: usize| {
-            let state = &self.control.flags(0, rank).unpacked.payload;
-            let place = state.opened.reached(OPENED).then(|| state.slots.load(Ordering::Relaxed))?;
-            self.memory.slots(rank, place, len)
-        };
-        let bases: Vec<*mut u8> = (0..self.layout.ranks).map(slots).collect::<Option<_>>()?;
+    /// The memory of all ranks in `channel`, if all have made theirs.
+    fn all_memory(&self, channel: usize) -> Option<RankMemory> {
+        let bases: Vec<*mut u8> = (0..self.layout.ranks).map(|rank| self.of_rank(rank)).collect::<Option<_>>()?;
         let of_turn = |turn: usize| {
             let places = if turn < self.layout.window { self.layout.places() } else { 0 };
             let of_place = |place: usize| {
@@ -107,7 +107,8 @@ impl ShmRegion {
             };
             (0..places).flat_map(of_place).collect()
         };
-        Some(Slots(std::array::from_fn(of_turn)))
+        let flags = |base: &*mut u8| base.wrapping_add(self.layout.flags_offset(channel)).cast_const().cast();
+        Some(RankMemory { slots: array::from_fn(of_turn), flags: bases.iter().map(flags).collect() })
     }
 }
 
@@ -115,8 +116,8 @@ impl ShmRegion {
 pub struct ShmChannel {
     region: Arc<ShmRegion>,
     channel: usize,
-    /// Set once the slots of all ranks are made.
-    slots: OnceCell<Slots>,
+    /// Set once all ranks have made theirs.
+    memory: OnceCell<RankMemory>,
     /// The bits of the number of a round that are its turn.
     turns: u32,
     /// For each slot of this rank, the parts ([`ShmChannel::part_bytes`]) that have memory, as bits.
@@ -137,18 +138,18 @@ impl ShmChannel {
         self.waiter.set(waiter);
     }
 
-    /// Makes the slots of this rank, if needed, and waits for those of the other ranks. Before the first round.
+    /// Makes the memory of this rank, if needed, and waits for that of the other ranks. Before the first round.
     ///
     /// # Errors
     /// As for [`ShmRegion::open`] and [`ShmChannel::wait`].
     pub fn open(&self, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        if self.slots.get().is_some() {
+        if self.memory.get().is_some() {
             return Ok(());
         }
         self.region.open()?;
         let region = &self.region;
         (0..region.layout.ranks).try_for_each(|rank| {
-            let flag = &region.flags(0, rank).unpacked.payload.opened;
+            let flag = &region.control.state(rank).opened;
             if flag.reached(OPENED) {
                 return Ok(());
             }
@@ -158,11 +159,30 @@ impl ShmChannel {
             wait_ctx.log().waited(region.peers[rank].rank, from, Instant::now());
             result
         })?;
-        let slots = region.all_slots(self.channel);
-        let slots = slots.ok_or_else(|| Error::Internal("the slots of a rank are not shared memory".into()))?;
+        let memory = region.all_memory(self.channel);
+        let memory = memory.ok_or_else(|| Error::Internal("the slots of a rank are not shared memory".into()))?;
         // Nobody else sets it: a channel is used by one thread.
-        let _set = self.slots.set(slots);
+        let _set = self.memory.set(memory);
         Ok(())
+    }
+
+    /// The memory of all ranks.
+    ///
+    /// # Panics
+    /// Before [`ShmChannel::open`].
+    #[inline]
+    fn memory(&self) -> &RankMemory {
+        match self.memory.get() {
+            Some(memory) => memory,
+            None => panic!("a round before the channel is open"),
+        }
+    }
+
+    /// The flags of a rank.
+    #[inline]
+    fn flags(&self, rank: usize) -> &RankFlags {
+        // SAFETY: the region keeps the memory; the flags are valid when zero, and all fields are atomics.
+        unsafe { &*self.memory().flags[rank] }
     }
 
     /// The slots of round `round` of a small call, of which two are under way at most: the first two of the window, so
@@ -174,7 +194,7 @@ impl ShmChannel {
     /// The addresses of place `place` in the slots of all ranks in round `round`; see [`RegionLayout::places`].
     pub(super) fn slots_at(&self, round: u32, place: usize) -> &[*mut u8] {
         let ranks = self.region.layout.ranks;
-        self.slots.get().map_or(&[], |slots| &slots.0[self.turn(round)][place * ranks..][..ranks])
+        &self.memory().slots[self.turn(round)][place * ranks..][..ranks]
     }
 
     /// Makes the memory of these bytes of this rank's slot of round `round`, if they have none.
@@ -216,7 +236,7 @@ impl ShmChannel {
         let (layout, part) = (self.region.layout, self.part_bytes());
         let start = layout.slot_offset(self.channel, self.turn(round));
         let bytes = start + parts.start * part..start + (parts.end * part).min(layout.slot);
-        self.region.memory.reserve(bytes).inspect_err(|error| self.region.control.set_failure(error))
+        self.region.memory.reserve(bytes).inspect_err(|error| self.region.set_failure(error))
     }
 
     /// Raises this rank's flag of `phase` to round `round`.
@@ -353,25 +373,24 @@ impl ShmChannel {
 
     /// Posts what this rank has behind the call that starts.
     pub(super) fn post_lookahead(&self, round: u32, words: [u64; LOOKAHEAD_WORDS]) {
-        let places = self.region.control.lookahead(self.channel, self.region.me, self.turn(round));
+        let places = &self.flags(self.region.me).lookaheads.0[self.turn(round)];
         places.iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
     }
 
     /// The words that all ranks of the host posted.
     pub(super) fn lookaheads(&self, round: u32) -> impl Iterator<Item = [u64; LOOKAHEAD_WORDS]> {
         (0..self.region.layout.ranks).map(move |rank| {
-            let places = self.region.control.lookahead(self.channel, rank, self.turn(round));
+            let places = &self.flags(rank).lookaheads.0[self.turn(round)];
             array::from_fn(|word| places[word].load(Ordering::Relaxed))
         })
     }
 
     fn flag(&self, rank: usize, phase: Phase) -> &Flag {
-        let flags = self.region.flags(self.channel, rank);
         match phase {
-            Phase::Opened => &self.region.flags(0, rank).unpacked.payload.opened,
-            Phase::Packed => &flags.packed.flag,
-            Phase::Reduced => &flags.reduced.flag,
-            Phase::Unpacked => &flags.unpacked.flag,
+            Phase::Opened => &self.region.control.state(rank).opened,
+            Phase::Packed => &self.flags(rank).packed.flag,
+            Phase::Reduced => &self.flags(rank).reduced.flag,
+            Phase::Unpacked => &self.flags(rank).unpacked.flag,
         }
     }
 
@@ -382,16 +401,16 @@ impl ShmChannel {
 
     fn signature(&self, rank: usize, round: u32) -> &AtomicU64 {
         let turn = self.turn(round);
-        &self.region.flags(self.channel, rank).packed.payload[turn / HOST_WINDOW].signatures[turn % HOST_WINDOW]
+        &self.flags(rank).packed.payload[turn / HOST_WINDOW].signatures[turn % HOST_WINDOW]
     }
 
     fn note(&self, rank: usize, round: u32) -> &AtomicU32 {
         let turn = self.turn(round);
-        &self.region.flags(self.channel, rank).packed.payload[turn / HOST_WINDOW].notes[turn % HOST_WINDOW]
+        &self.flags(rank).packed.payload[turn / HOST_WINDOW].notes[turn % HOST_WINDOW]
     }
 
     fn agreed(&self, rank: usize, round: u32) -> &AtomicU32 {
-        &self.region.flags(self.channel, rank).reduced.payload[self.turn(round)]
+        &self.flags(rank).reduced.payload[self.turn(round)]
     }
 
     /// Checks for lost ranks and limits during a wait for the first `ranks` local ranks.
@@ -403,7 +422,7 @@ impl ShmChannel {
         self.region.memory.collect();
         let is_pending = |rank: usize| !self.flag(rank, phase).reached(round);
         for rank in (0..ranks).filter(|&rank| is_pending(rank)) {
-            let departed = self.region.flags(self.channel, rank).unpacked.payload.departed.load(Ordering::Acquire) == 1;
+            let departed = self.region.control.has_departed(rank);
             let how = if departed { Some(self.region.departure.to_owned()) } else { self.region.liveness.lost(rank) };
             // It may have raised the flag before it departed.
             if let Some(how) = how

@@ -1,5 +1,5 @@
-//! The shared memory of a group on one host: its control block, the ranks that share it, and the slots that each rank makes.
-//! [`super::shm_channel`] has the rounds in it.
+//! The shared memory of a group on one host: its control block, the ranks that share it, and the slots and flags that each
+//! rank makes. [`super::shm_channel`] has the rounds in it.
 //!
 //! The memory is `/dev/shm` (processes) or the heap (threads). The slots get memory as calls need it; each rank makes that
 //! of its own, so that it is near it.
@@ -9,15 +9,16 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use super::counter::START;
+use super::flag::Flag;
 use super::peer_memory::PeerMemory;
+use super::rank_flags::RankFlags;
 use super::region_control::RegionControl;
-use super::region_layout::RankFlags;
 use super::spin::MaxSpins;
 use crate::error::{Error, Result};
 
 pub use super::region_layout::{RegionLayout, RegionMemory};
 
-/// The value of the flag of a rank whose slots are made.
+/// The value of the flag of a rank whose memory is made.
 pub(super) const OPENED: u32 = START.wrapping_add(1);
 
 /// Detects exited peers.
@@ -49,7 +50,7 @@ pub struct ShmRegion {
     pub(super) max_spins: MaxSpins,
     peer_memory: Option<Arc<dyn PeerMemory>>,
     pub(super) departure: &'static str,
-    /// The slots of this rank: an error or their place.
+    /// Whether this rank has made its memory.
     opened: OnceLock<Result<()>>,
 }
 
@@ -72,7 +73,7 @@ impl ShmRegion {
         if !control.fits(layout) || peers.len() != layout.ranks || me >= layout.ranks {
             return Err(Error::Internal("the shared memory does not fit the group".into()));
         }
-        control.flags(0, me).unpacked.payload.rank.store(u32::try_from(peers[me].rank).unwrap_or(0), Ordering::Relaxed);
+        control.state(me).rank.store(u32::try_from(peers[me].rank).unwrap_or(0), Ordering::Relaxed);
         Ok(ShmRegion {
             control,
             memory,
@@ -87,20 +88,21 @@ impl ShmRegion {
         })
     }
 
-    /// Makes the slots of this rank, without memory, once, and shows them to the other ranks of the host. A failure is that of the
-    /// group.
+    /// Makes the memory of this rank, once, of the slots only the addresses, and shows it to the other ranks of the host. A
+    /// failure is that of the group.
     ///
     /// # Errors
     /// [`Error::System`] when there is not enough shared memory.
     pub fn open(&self) -> Result<()> {
         let open = || {
-            let place = self.memory.make_slots(self.me, self.layout.slots_bytes())?;
-            let state = &self.control.flags(0, self.me).unpacked.payload;
-            state.slots.store(place, Ordering::Relaxed);
+            let place = self.memory.make(self.me, self.layout.rank_bytes())?;
+            self.memory.reserve(self.layout.flags())?;
+            let state = self.control.state(self.me);
+            state.memory.store(place, Ordering::Relaxed);
             state.opened.raise(OPENED);
             Ok(())
         };
-        self.opened.get_or_init(|| open().inspect_err(|error| self.control.set_failure(error))).clone()
+        self.opened.get_or_init(|| open().inspect_err(|error| self.set_failure(error))).clone()
     }
 
     /// Adds memory that the ranks of the host share outside of this region.
@@ -139,23 +141,38 @@ impl ShmRegion {
         self.layout
     }
 
-    pub(super) fn flags(&self, channel: usize, rank: usize) -> &RankFlags {
-        self.control.flags(channel, rank)
-    }
-
     /// The control block, which the failure detector uses too.
     pub fn control(&self) -> &RegionControl {
         &self.control
     }
 
-    /// The last round of channel 0 that this rank has packed.
-    pub fn round(&self) -> u32 {
-        self.flags(0, self.me).packed.flag.raised()
+    /// The memory of a rank, if it has made it.
+    pub(super) fn of_rank(&self, rank: usize) -> Option<*mut u8> {
+        let state = self.control.state(rank);
+        let place = state.opened.reached(OPENED).then(|| state.memory.load(Ordering::Relaxed))?;
+        self.memory.of_rank(rank, place, self.layout.rank_bytes())
     }
 
-    /// The round that this rank waits in: before the slots of all ranks are made, the first one.
+    /// The flags of a rank in a channel, if it has made its memory.
+    fn flags(&self, channel: usize, rank: usize) -> Option<&RankFlags> {
+        let base = self.of_rank(rank)?;
+        // SAFETY: the region keeps the memory; the flags are valid when zero, and all fields are atomics.
+        Some(unsafe { &*base.add(self.layout.flags_offset(channel)).cast::<RankFlags>() })
+    }
+
+    /// The flags in all channels of a rank that has made its memory.
+    fn flags_of(&self, rank: usize) -> impl Iterator<Item = &Flag> {
+        (0..self.layout.channels).filter_map(move |channel| self.flags(channel, rank)).flat_map(RankFlags::flags)
+    }
+
+    /// The last round of channel 0 that this rank has packed.
+    pub fn round(&self) -> u32 {
+        self.flags(0, self.me).map_or(START, |flags| flags.packed.flag.raised())
+    }
+
+    /// The round that this rank waits in: before all ranks have made their memory, the first one.
     pub fn waiting_round(&self) -> u32 {
-        let opened = (0..self.layout.ranks).all(|rank| self.flags(0, rank).unpacked.payload.opened.reached(OPENED));
+        let opened = (0..self.layout.ranks).all(|rank| self.control.state(rank).opened.reached(OPENED));
         if opened { self.round() } else { START.wrapping_add(1) }
     }
 
@@ -164,14 +181,24 @@ impl ShmRegion {
         self.control.departed(self.round())
     }
 
+    /// Reports a failure of the group to this host's ranks. Only the first failure is kept.
+    pub fn set_failure(&self, error: &Error) {
+        self.control.set_failure(error);
+        (0..self.layout.ranks).flat_map(|rank| self.flags_of(rank)).for_each(Flag::wake);
+    }
+
     /// Reports to this host's ranks that this rank takes part in no further round.
     pub fn set_departed(&self) {
-        self.control.set_departed(self.me);
+        self.control.set_departed(self.me, self.round());
+        self.flags_of(self.me).for_each(Flag::wake);
     }
 
     /// Ends the timed waits of all flags; Loom has no clock.
     #[cfg(loom)]
     pub fn end_waits(&self) {
-        self.control.all_flags().for_each(super::flag::Flag::end_waits);
+        for rank in 0..self.layout.ranks {
+            self.control.state(rank).opened.end_waits();
+            self.flags_of(rank).for_each(Flag::end_waits);
+        }
     }
 }

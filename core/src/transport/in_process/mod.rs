@@ -15,13 +15,13 @@ use crate::topology::Topology;
 use crate::transport::memory::Aligned;
 use crate::transport::peer_memory::{DirectCopies, PeerMemory};
 use crate::transport::region_control::RegionControl;
-use crate::transport::region_layout::window;
 use crate::transport::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
 use crate::transport::spin::MaxSpins;
+use crate::transport::window::window;
 use crate::transport::{ExchangeBuffers, GroupResources, HostLink, HostMessage, MAX_EXCHANGES, NetworkModel, sync};
 use crate::wire_layout::exchange_buffer_bytes;
 
-/// A region in the heap: the control block, then the slots of all ranks.
+/// A region in the heap: the control block, then the memory of all ranks.
 #[derive(Clone)]
 pub struct HeapRegion {
     memory: Arc<Aligned>,
@@ -36,10 +36,14 @@ impl HeapRegion {
 
     fn with_members(layout: RegionLayout, members: Option<&[u32]>) -> HeapRegion {
         let control = layout.control_bytes(members.map_or(0, <[u32]>::len));
-        let memory = Arc::new(Aligned::new(control + layout.ranks * layout.slots_bytes()));
+        let memory = Arc::new(Aligned::new(control + layout.ranks * layout.rank_bytes()));
         let region = HeapRegion { memory, control };
         #[cfg(loom)]
-        layout.prepare(region.control());
+        {
+            layout.prepare(region.control());
+            let memory = |rank: usize| region.control().wrapping_add(control + rank * layout.rank_bytes());
+            (0..layout.ranks).for_each(|rank| layout.prepare_rank(memory(rank)));
+        }
         // SAFETY: new memory of this layout, which the region keeps.
         unsafe { RegionControl::create(region.control(), layout, members) };
         region
@@ -51,11 +55,11 @@ impl RegionMemory for HeapRegion {
         self.memory.as_ptr()
     }
 
-    fn make_slots(&self, me: usize, len: usize) -> Result<u64> {
+    fn make(&self, me: usize, len: usize) -> Result<u64> {
         Ok((self.control + me * len) as u64)
     }
 
-    fn slots(&self, _rank: usize, place: u64, len: usize) -> Option<*mut u8> {
+    fn of_rank(&self, _rank: usize, place: u64, len: usize) -> Option<*mut u8> {
         let place = usize::try_from(place).ok().filter(|place| place + len <= self.memory.len())?;
         Some(self.memory.as_ptr().wrapping_add(place))
     }
