@@ -13,7 +13,7 @@ from typing import Any
 
 import benchmarks.simulate as package
 from benchmarks.common import machine
-from benchmarks.simulate import check, report
+from benchmarks.simulate import check, notices, report
 from benchmarks.simulate.constants import NETWORKS, SERVER, measure_host
 from benchmarks.simulate.cost import NetworkModel
 from benchmarks.simulate.model import Host
@@ -44,6 +44,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--hosts", nargs="+", type=int, help="numbers of hosts (8 64 512 4096 8192; with --check 2 3 4)"
     )
+    parser.add_argument("--notices", action="store_true", help="only the flags of a round on one host of many ranks")
     parser.add_argument("--check", action="store_true", help="compare with runs; needs root and iproute2")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"], help="caps of the links, with --check")
     parser.add_argument("--sizes", nargs="+", type=int, default=check.SIZES, help="bytes of the calls, with --check")
@@ -64,6 +65,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Predicts or checks, prints tables and writes files; returns 1 after a failure."""
     options = parse()
+    if options.notices:
+        print(notices.table())
+        return 0
     # Also stops the ranks and removes the hosts.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if options.check and not possible():

@@ -194,7 +194,7 @@ mod tests {
         let defaults = bytes(Config { default_nthreads: 2, ..Config::default() });
         assert_eq!(
             defaults.iter().map(|bytes| bytes >> 20).collect::<Vec<_>>(),
-            [4, 8, 8, 8, 16, 32, 64, 128, 256, 512]
+            [4, 8, 8, 8, 16, 32, 64, 128, 256, 513]
         );
         let set = bytes(Config { default_nthreads: 3, chunk_bytes: Some(64 << 10), ..Config::default() });
         assert!((2 * 3 * 4 * (64 << 10)..3 << 20).contains(&set[1]), "{set:?}");

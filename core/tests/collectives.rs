@@ -37,12 +37,14 @@ const SAME_BITS: [AlgorithmSetting; 4] = [
 ];
 const RING: AlgorithmSetting = AlgorithmSetting::Always(Algorithm::Ring);
 
-/// Worlds of every shape, with every algorithm if there are several hosts.
+/// Worlds of every shape, with every algorithm if there are several hosts, and some whose notices take a tree.
 fn worlds() -> impl Iterator<Item = World> {
-    SHAPES.into_iter().flat_map(|hosts| {
+    let all = SHAPES.into_iter().flat_map(|hosts| {
         let choices = SAME_BITS.into_iter().chain([RING]).take(if hosts.len() > 1 { 5 } else { 1 });
         choices.map(|algorithm| World { algorithm, ..World::new(hosts) })
-    })
+    });
+    let trees = [(&[3][..], 1), (&[5], 2), (&[1, 3, 2], 2), (&[4, 4], 2)];
+    all.chain(trees.map(|(hosts, fan_out)| World { fan_out: Some(fan_out), ..World::new(hosts) }))
 }
 
 /// A short reduction goes in one round or in slices; at first the calls of a kind take turns. The bits are the same.
@@ -325,8 +327,8 @@ fn half_types_between_hosts_of_one_rank() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(64)))]
 
-    /// The bits depend on none of these: the algorithm between hosts, chunks, threads, the split into tensors, and
-    /// shared memory, also with out-of-place tensors on some ranks. A ring gives equal bits on all ranks, which may
+    /// The bits depend on none of these: the algorithm between hosts, chunks, threads, the split into tensors, the tree
+    /// of notices, and shared memory, also with out-of-place tensors on some ranks. A ring gives equal bits on all ranks, which may
     /// differ from those of the other algorithms.
     #[test]
     fn bits_depend_only_on_ranks_per_host(
@@ -339,6 +341,7 @@ proptest! {
         out_of_place in prop::collection::vec(any::<bool>(), 8),
         algorithm in prop::sample::select([&SAME_BITS[..], &[RING]].concat()),
         oversubscribed in any::<bool>(),
+        fan_out in prop::sample::select(vec![None, Some(1), Some(2)]),
     ) {
         let len = 3000;
         let value = |rank: usize, i: usize| {
@@ -350,7 +353,8 @@ proptest! {
         let expected = reference(hosts, &inputs);
         let mut cuts = cuts;
         cuts.sort_unstable();
-        let world = World { threads, slot: lines * 64, access, algorithm, oversubscribed, ..World::new(hosts) };
+        let world =
+            World { threads, slot: lines * 64, access, algorithm, oversubscribed, fan_out, ..World::new(hosts) };
         let results = world.run(|rank| {
             let mut data = inputs[rank.rank].clone();
             let mut means = vec![0f32; len];

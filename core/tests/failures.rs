@@ -34,8 +34,10 @@ fn mismatched_calls_are_named_on_every_rank() {
     let shapes = [&[2][..], &[3], &[1, 1], &[2, 2], &[2, 1], &[1, 1, 1], &[1, 1, 1, 1], &[1, 1, 1, 1, 1]];
     let choices =
         ["auto", "doubling", "halving", "pairwise", "ring"].map(|name| AlgorithmSetting::parse(name).unwrap());
-    for (hosts, algorithm) in shapes.into_iter().flat_map(|hosts| choices.map(|choice| (hosts, choice))) {
-        World { threads: 2, algorithm, ..World::new(hosts) }.run(|rank| {
+    let flat = shapes.into_iter().flat_map(|hosts| choices.map(|choice| (hosts, choice, None)));
+    let trees = [(&[3][..], 1), (&[5], 2), (&[3, 2], 2)].map(|(hosts, fan_out)| (hosts, choices[0], Some(fan_out)));
+    for (hosts, algorithm, fan_out) in flat.chain(trees) {
+        World { threads: 2, algorithm, fan_out, ..World::new(hosts) }.run(|rank| {
             let differs = rank.rank == rank.size - 1;
             for round in 0..3 {
                 let mut data = vec![1f32 + rank.rank as f32; if differs { 70_001 } else { 70_000 }];
@@ -68,8 +70,8 @@ fn mismatched_calls_are_named_on_every_rank() {
 /// afterwards.
 #[test]
 fn waits_for_each_other_in_different_teams_are_a_mismatch() {
-    for hosts in [&[2][..], &[3], &[5]] {
-        World::new(hosts).run_teams(2, |teams| {
+    for (hosts, fan_out) in [(&[2][..], None), (&[3], None), (&[5], None), (&[5], Some(2))] {
+        World { fan_out, ..World::new(hosts) }.run_teams(2, |teams| {
             let differs = teams[0].rank == teams[0].size - 1;
             for round in 1..4 {
                 for team in teams {

@@ -32,6 +32,16 @@ fn average(data: &mut [f32], ranks: usize, name: &str) -> Call {
 
 /// Every rank averages `steps` slots of floats, with one chunk packed ahead as in the group's threads.
 fn averages(ranks: usize, steps: usize) {
+    averages_on(regions(ranks), steps);
+}
+
+/// As [`averages`], with notices that take a chain of ranks.
+fn averages_in_chain(ranks: usize, steps: usize) {
+    averages_on(loom_support::regions_in_tree(ranks, Access::Slots, Some(1)), steps);
+}
+
+fn averages_on(regions: Vec<Arc<ShmRegion>>, steps: usize) {
+    let ranks = regions.len();
     let rank = |(rank, region): (usize, Arc<ShmRegion>)| {
         spawn(move || {
             let mut channel = Channel::new(Arc::new(Topology::new(rank, &vec![0; ranks])), region.channel(0));
@@ -47,8 +57,16 @@ fn averages(ranks: usize, steps: usize) {
             assert!(data.iter().enumerate().all(|(index, &value)| value == mean(index)));
         })
     };
-    let ranks: Vec<_> = regions(ranks).into_iter().enumerate().map(rank).collect();
+    let ranks: Vec<_> = regions.into_iter().enumerate().map(rank).collect();
     ranks.into_iter().for_each(|rank| rank.join().unwrap());
+}
+
+/// Notices are gathered up a tree and released down it: a root and a leaf, then a rank between them, too.
+#[test]
+fn notices_take_a_chain() {
+    explore(Some(2), || averages_in_chain(2, 3));
+    explore(Some(3), || averages_in_chain(3, 1));
+    explore(Some(2), || averages_in_chain(3, 2));
 }
 
 #[test]
@@ -182,7 +200,7 @@ fn raises(targets: &'static [u32]) {
     let flag = Arc::new(Flag::default());
     let wait = |&target: &u32| {
         let flag = Arc::clone(&flag);
-        spawn(move || flag.sleep(START.wrapping_add(target), &mut || Ok(())).unwrap())
+        spawn(move || flag.sleep(START.wrapping_add(target), &mut || Ok(false)).unwrap())
     };
     let waiters: Vec<_> = targets.iter().map(wait).collect();
     flag.raise(START.wrapping_add(1));
@@ -212,7 +230,7 @@ fn waiters_get_one_complete_failure() {
         let regions = regions(2);
         let fail = |rank: usize, error: Error| {
             let region = Arc::clone(&regions[rank]);
-            spawn(move || region.control().set_failure(&error))
+            spawn(move || region.set_failure(&error))
         };
         let failing = [fail(0, Error::PeerLost("one".into())), fail(1, Error::Timeout("two".into()))];
         let channel = regions[0].channel(0);

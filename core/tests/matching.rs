@@ -90,6 +90,11 @@ fn shapes() -> impl Strategy<Value = Vec<usize>> {
     ])
 }
 
+/// Whether notices take a tree.
+fn fan_outs() -> impl Strategy<Value = Option<usize>> {
+    prop::sample::select(vec![None, Some(1), Some(2)])
+}
+
 /// A world, its calls, and each rank's order of the calls.
 fn same_calls() -> impl Strategy<Value = (Vec<usize>, Vec<Vec<Call>>, Vec<u8>)> {
     let orders = |(hosts, calls): (Vec<usize>, Vec<Call>)| {
@@ -108,9 +113,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(1500)))]
 
     #[test]
-    fn any_order_gives_the_same_bits((hosts, orders, pauses) in same_calls()) {
+    fn any_order_gives_the_same_bits((hosts, orders, pauses) in same_calls(), fan_out in fan_outs()) {
         // Long enough that no call expires on a slow machine.
-        let world = World { match_timeout: Duration::from_secs(60), threads: 2, ..World::new(&hosts) };
+        let world = World { match_timeout: Duration::from_secs(60), threads: 2, fan_out, ..World::new(&hosts) };
         world.run(|rank| {
             let outcomes = submit(rank, &orders[rank.rank], &pauses);
             assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
@@ -121,8 +126,10 @@ proptest! {
 /// More pending calls than fit in a slot, or in a message between hosts with many ranks.
 #[test]
 fn many_calls_in_opposite_order() {
-    for (hosts, count) in [(&[3][..], 200), (&[2, 1], 200), (&[8, 8, 8], 30)] {
-        let world = World { match_timeout: Duration::from_secs(60), ..World::new(hosts) };
+    for (hosts, count, fan_out) in
+        [(&[3][..], 200, None), (&[2, 1], 200, None), (&[8, 8, 8], 30, Some(3)), (&[12], 30, Some(8))]
+    {
+        let world = World { match_timeout: Duration::from_secs(60), fan_out, ..World::new(hosts) };
         let calls: Vec<Call> =
             (0..count).map(|number| Call { name: number.to_string(), length: 3, root: None }).collect();
         world.run(|rank| {
@@ -145,6 +152,7 @@ proptest! {
     fn different_calls_give_correct_bits_or_errors(
         (hosts, mut orders, pauses) in same_calls(),
         (odd_rank, position, change) in (0usize..5, 0usize..8, 0u8..3),
+        fan_out in fan_outs(),
     ) {
         let odd_rank = odd_rank % orders.len();
         let position = position % orders[odd_rank].len();
@@ -155,7 +163,7 @@ proptest! {
             _ => orders[odd_rank][position] = Call { length: 7, ..orders[odd_rank][position].clone() },
         }
         let world = World {
-            match_timeout: Duration::from_millis(30), timeout: Duration::from_secs(20), ..World::new(&hosts)
+            match_timeout: Duration::from_millis(30), timeout: Duration::from_secs(20), fan_out, ..World::new(&hosts)
         };
         let outcomes = world.run(|rank| submit(rank, &orders[rank.rank], &pauses));
         for (rank, outcomes) in outcomes.iter().enumerate() {

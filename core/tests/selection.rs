@@ -9,7 +9,7 @@ use std::path::Path;
 
 use common::{Rank, SHORT_MOVES, World, tensor};
 use dl_comm_core::buffer::{Buffer, Tensor};
-use dl_comm_core::collective::selection::{Limit, ROWS, Row};
+use dl_comm_core::collective::selection::{Limit, RANKS, ROWS, Row};
 use dl_comm_core::collective::{AlgorithmSetting, Op, Pattern, Selection, TABLE};
 use dl_comm_core::dtype::DType;
 use dl_comm_core::reduce::ReduceOp;
@@ -34,7 +34,8 @@ fn printed() -> String {
     let mut text = String::new();
     for Row { name, calls, of, bytes, inclusive, short, long, .. } in &ROWS {
         let bound = if *inclusive { "up to" } else { "below" };
-        writeln!(text, "| `{name}` | {calls} | {of} | {bound} {} | {short} | {long} |", size(*bytes)).unwrap();
+        let limit = if *of == RANKS { bytes.to_string() } else { size(*bytes) };
+        writeln!(text, "| `{name}` | {calls} | {of} | {bound} {limit} | {short} | {long} |").unwrap();
     }
     text
 }

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks.simulate import ranks  # noqa: E402
+from benchmarks.simulate import notices, ranks  # noqa: E402
 from benchmarks.simulate.check import byte_seconds  # noqa: E402
 from benchmarks.simulate.constants import NETWORKS, SERVER, measure_host  # noqa: E402
 from benchmarks.simulate.cost import ALGORITHMS, SAME_BITS, NetworkModel, best, seconds  # noqa: E402
@@ -38,6 +38,21 @@ def test_the_formulas_are_those_of_the_core() -> None:
     assert best(TCP, 2, 64 << 10, 64 << 10, first=True) == "doubling"
     assert best(TCP, 2, 64 << 10, 128 << 10, first=True, shards=2) == "halving"
     assert best(TCP, 2, 64 << 10, 128 << 10, first=True) == "pairwise"
+
+
+@pytest.mark.parametrize("ranks", notices.RANKS)
+def test_the_tree_of_flags_is_that_of_the_core(ranks: int) -> None:
+    source = ROOT / "core" / "src"
+    assert f"FAN_OUT: usize = {notices.FAN_OUT};" in (source / "transport" / "flag_tree.rs").read_text()
+    row = f'"notices.flat", "flags on a host", RANKS, {notices.FLAT_RANKS},'
+    assert row in (source / "collective" / "selection.rs").read_text()
+    flat, tree = notices.flat(ranks), notices.in_tree(ranks)
+    assert (flat.lines, tree.lines) == (ranks * (ranks - 1), 2 * (ranks - 1))
+    # The limit is where neither is much faster.
+    assert tree.seconds < 1.1 * flat.seconds or ranks <= notices.FLAT_RANKS
+    assert flat.seconds < 1.1 * tree.seconds or ranks > notices.FLAT_RANKS
+    above = {rank: notices.parent(rank) for rank in range(1, ranks)}
+    assert all(up < rank for rank, up in above.items())
 
 
 def test_a_resource_serves_in_order_and_has_a_burst() -> None:

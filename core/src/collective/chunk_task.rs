@@ -216,11 +216,9 @@ impl Channel {
         let &mut ChunkTask { chunk, is_first, compares, .. } = task;
         let Some(all_packed) = packed.try_all(&self.rounds) else { return Ok(None) };
         task.calls.agreed = all_packed.same_signatures(&self.rounds);
-        let all = all_packed.lookaheads(&self.rounds).map(Lookahead);
-        task.calls.lookahead = all.reduce(Lookahead::common).unwrap_or_default();
+        task.calls.lookahead = Lookahead(all_packed.common_lookahead(&self.rounds));
         if is_first && self.topology.local_size() > 1 {
-            let offers = |rank| all_packed.content(&self.rounds, rank) == SlotContent::PeerMemory;
-            task.others_in_place = Some((0..self.topology.local_size()).all(offers));
+            task.others_in_place = Some(all_packed.contents(&self.rounds).are_all(SlotContent::PeerMemory));
         }
         for index in 0..self.inter_host.len() {
             let calls = task.calls;

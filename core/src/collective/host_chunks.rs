@@ -16,8 +16,8 @@ use super::transfer;
 use super::wire::shard_range;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
-use crate::transport::WaitContext;
 use crate::transport::rounds::{Packed, Reduced};
+use crate::transport::{SlotContent, WaitContext};
 
 /// What has become of a chunk that all ranks have packed.
 enum Outcome {
@@ -81,7 +81,7 @@ impl Channel {
         if chunk == 0 {
             self.agree_on_path(all_packed);
         }
-        if all_packed.zero_copy_ranks(&self.rounds) > 0 {
+        if !all_packed.contents(&self.rounds).are_all(SlotContent::Data) {
             return self.finish_first_zero_copy(call, all_packed, wait_ctx).map(Outcome::Ended);
         }
         self.plan.zero_copy = false;

@@ -75,8 +75,8 @@ impl Channel {
             && let Some(since) = timer.since
             && !timer.has_matched
         {
-            // Only that of the rank that times the call counts.
-            let second = self.path_choice.state(timer.kind).next() == CallPath::Second;
+            let decides = timer.kind.timing_rank == self.topology.local_rank();
+            let second = decides && self.path_choice.state(timer.kind).next() == CallPath::Second;
             open.post_path_note(&self.rounds, PathNote { second, packing: since.elapsed() });
         }
     }
@@ -97,12 +97,9 @@ impl Channel {
         {
             let mut next = None;
             if timer.since.is_some() {
-                for (rank, note) in all_packed.path_notes(&self.rounds).enumerate() {
-                    timer.packing = timer.packing.max(note.packing);
-                    if rank == timer.kind.timing_rank {
-                        next = Some(if note.second { CallPath::Second } else { CallPath::First });
-                    }
-                }
+                let note = all_packed.path_note(&self.rounds);
+                timer.packing = timer.packing.max(note.packing);
+                next = Some(if note.second { CallPath::Second } else { CallPath::First });
                 timer.since = Some(Instant::now());
             }
             self.path_choice.state(timer.kind).agree(next);

@@ -1,6 +1,6 @@
 //! The one table of choices: which path a call takes, by its collective, bytes, ranks, hosts and memory.
 //!
-//! [`ROWS`] has the lengths at which calls take another path; `DL_COMM_SELECTION` sets them ([`Selection`]). The functions
+//! [`ROWS`] has the lengths at which calls take another path, and numbers of ranks; `DL_COMM_SELECTION` sets them ([`Selection`]). The functions
 //! here apply them, and make the choices that depend on no length. Three things are only asked from here: what a rank has
 //! measured ([`super::path_choice`]), the model of the network (`inter_host/cost.rs`), and what the GPUs of the ranks can do
 //! (`device/path.rs`). `docs/algorithms.md` shows the rows, and what each path costs.
@@ -40,6 +40,10 @@ pub enum Limit {
     NcclFused,
     /// Started allreduces that travel together between hosts.
     HostsFused,
+    /// Ranks of a host that read each other's flags; on larger hosts notices take a tree.
+    NoticesFlat,
+    /// The same where ranks share processors: a rank that passes a notice on must first get one.
+    NoticesFlatSharedCpus,
 }
 
 /// What happens to calls below and beyond a [`Limit`].
@@ -53,7 +57,7 @@ pub struct Row {
     pub calls: &'static str,
     /// The bytes that the limit is about.
     pub of: &'static str,
-    /// The limit in bytes, unless it is set.
+    /// The limit in bytes, or in [`RANKS`], unless it is set.
     pub bytes: usize,
     /// Whether a call of so many bytes is still a short one.
     pub inclusive: bool,
@@ -75,10 +79,14 @@ const MOVE_MEASURED: &str = "copies or direct copies, as measured";
 const ONE_ROUND: &str = "one round";
 const SLICES: &str = "slices, or in place";
 const SLOTS: &str = "slots, or in place";
+/// The limits of these rows are no bytes.
+pub const RANKS: &str = "ranks of the host";
+const ALL_FLAGS: &str = "each rank reads those of all";
+const FLAGS_IN_TREE: &str = "in a tree";
 
 /// The table, in the order of [`Limit`].
 #[rustfmt::skip]
-pub static ROWS: [Row; 12] = [
+pub static ROWS: [Row; 14] = [
     row(Limit::ReduceMeasured, "reduce.measured", REDUCE, READ, 8 << 10, true, UNMEASURED, REDUCE_MEASURED),
     row(Limit::ReduceOneRound, "reduce.one_round", REDUCE, READ, 128 << 10, true, ONE_ROUND, SLICES),
     row(Limit::ReduceOneRoundSharedCpus, "reduce.one_round_shared_cpus", "the same, if ranks share processors", READ,
@@ -95,6 +103,9 @@ pub static ROWS: [Row; 12] = [
         "packed together, if more than 4", "one by one"),
     row(Limit::HostsFused, "hosts.fused", "allreduces between hosts that are started without waiting",
         "bytes of neighbours with one operator", 64 << 10, true, "in one message", "in several"),
+    row(Limit::NoticesFlat, "notices.flat", "flags on a host", RANKS, 15, true, ALL_FLAGS, FLAGS_IN_TREE),
+    row(Limit::NoticesFlatSharedCpus, "notices.flat_shared_cpus", "the same, if ranks share processors", RANKS, 1 << 20, true,
+        ALL_FLAGS, FLAGS_IN_TREE),
 ];
 
 #[allow(clippy::too_many_arguments)]
@@ -167,6 +178,11 @@ impl Selection {
     pub fn with(mut self, limit: Limit, bytes: usize) -> Selection {
         self.0[limit as usize] = bytes.min(MAX_BYTES);
         self
+    }
+
+    /// The most ranks of a host that read each other's flags.
+    pub fn flat_notices(&self, cpus_per_rank: usize) -> usize {
+        self.limit(if cpus_per_rank == 0 { Limit::NoticesFlatSharedCpus } else { Limit::NoticesFlat })
     }
 
     /// The limits of the calls of a group.

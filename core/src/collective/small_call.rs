@@ -12,8 +12,8 @@ use super::plan::ChunkPlan;
 use super::small_plan::SmallPlan;
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
-use crate::transport::WaitContext;
 use crate::transport::rounds::{AllPacked, Open, Packed};
+use crate::transport::{SlotContent, WaitContext};
 
 /// A small call in progress: this rank has posted its input.
 #[derive(Debug, Clone, Copy)]
@@ -111,7 +111,7 @@ impl Channel {
             self.timer = None;
             return false;
         }
-        debug_assert_eq!(all_packed.zero_copy_ranks(&self.rounds), 0, "the ranks disagree on the path");
+        debug_assert!(all_packed.contents(&self.rounds).are_all(SlotContent::Data), "the ranks disagree on the path");
         self.agree_on_path(all_packed);
         // SAFETY: all ranks have packed; the plan is that of a call like this one, which owns its tensors.
         unsafe { plan.take(call, self.rounds.slots(all_packed, 0)) };

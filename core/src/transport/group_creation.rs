@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::creations::{Calls, Creation, LOOK_EVERY};
+use super::flag_tree::fan_out;
 use super::group_agreement::{Agreement, Share};
 use super::group_arenas::{GroupArenas, readable_processes};
 use super::group_memory::NewControl;
@@ -158,7 +159,8 @@ impl Job {
         let cpus_per_rank = self.cpus_per_rank(topology, members);
         let channels = max_channels(config.threads, cpus_per_rank);
         let slot = config.slot.unwrap_or_else(|| default_slot(topology.hosts(), ranks, channels));
-        let layout = RegionLayout { ranks, channels: config.threads, slot, window };
+        let fan_out = fan_out(ranks, config.selection.flat_notices(cpus_per_rank));
+        let layout = RegionLayout { ranks, channels: config.threads, slot, window, fan_out };
         let made = ready.and_then(|()| self.make_shares(topology, members, layout, wait_ctx));
         let local = |&rank: &usize| world.local_rank_of(members.to_world(rank)).unwrap_or(0);
         let local_ranks: Vec<usize> = topology.local_ranks().iter().map(local).collect();

@@ -383,7 +383,7 @@ mod tests {
     use super::*;
     use crate::transport::shm;
 
-    const LAYOUT: RegionLayout = RegionLayout { ranks: 2, channels: 2, slot: 4096, window: 2 };
+    const LAYOUT: RegionLayout = RegionLayout { ranks: 2, channels: 2, slot: 4096, window: 2, fan_out: None };
 
     /// The groups of two ranks of a host, as each of them sees them.
     fn two_ranks() -> [Arc<GroupMemory>; 2] {

@@ -58,7 +58,10 @@ impl RegionControl {
         let header = unsafe { &*base.cast::<RegionHeader>() };
         let ranks = header.ranks.load(Ordering::Acquire) as usize;
         let channels = header.channels.load(Ordering::Relaxed) as usize;
-        RegionControl { base, layout: RegionLayout { ranks, channels, slot: ALIGN, window: HOST_WINDOW } }
+        RegionControl {
+            base,
+            layout: RegionLayout { ranks, channels, slot: ALIGN, window: HOST_WINDOW, fan_out: None },
+        }
     }
 
     /// Whether the block was created for `layout`.

@@ -6,7 +6,8 @@
 use std::ops::Range;
 
 use super::flag::Flag;
-use super::rank_flags::RankFlags;
+use super::flag_tree::FAN_OUT;
+use super::rank_flags::{RankFlags, SCOPES, Scope};
 use super::sync::{AtomicI32, AtomicU8, AtomicU32, AtomicU64};
 use super::window::HOST_WINDOW;
 use crate::error::Result;
@@ -88,6 +89,8 @@ pub struct RegionLayout {
     pub slot: usize,
     /// Number of slots of a rank and channel: a power of two up to [`MAX_WINDOW`](super::window::MAX_WINDOW).
     pub window: usize,
+    /// Of the tree that notices take ([`super::flag_tree`]), if there is one.
+    pub fan_out: Option<usize>,
 }
 
 impl RegionLayout {
@@ -96,22 +99,22 @@ impl RegionLayout {
         (self.members_offset() + listed * size_of::<AtomicU32>()).next_multiple_of(ALIGN)
     }
 
-    /// The shared memory of a group with `threads` threads on one host with `ranks` ranks, whose slots have `slot` bytes
+    /// The most shared memory of a group with `threads` threads on one host with `ranks` ranks, whose slots have `slot` bytes
     /// if that is set.
     pub fn bytes_on_one_host(ranks: usize, threads: usize, slot: Option<usize>) -> usize {
         let slot = slot.unwrap_or_else(|| default_slot(1, ranks, threads));
-        let layout = RegionLayout { ranks, channels: threads, slot, window: HOST_WINDOW };
+        let layout = RegionLayout { ranks, channels: threads, slot, window: HOST_WINDOW, fan_out: Some(FAN_OUT) };
         ranks * layout.rank_bytes() + layout.control_bytes(0)
     }
 
     /// Size of the memory of a rank in bytes.
     pub fn rank_bytes(self) -> usize {
-        self.flags_offset(self.channels)
+        self.flags_offset(self.channels, Scope::Own)
     }
 
     /// Where the flags of a rank are in its memory.
     pub fn flags(self) -> Range<usize> {
-        self.flags_offset(0)..self.rank_bytes()
+        self.flags_offset(0, Scope::Own)..self.rank_bytes()
     }
 
     /// The number of places in a slot, at which shorter chunks can start: 1 between hosts.
@@ -138,9 +141,14 @@ impl RegionLayout {
     }
 
     /// The offset of the flags of a channel in the memory of their rank.
-    pub(super) fn flags_offset(self, channel: usize) -> usize {
+    pub(super) fn flags_offset(self, channel: usize, scope: Scope) -> usize {
         let slots = (self.channels * self.window * self.slot).next_multiple_of(PAGE);
-        slots + channel * size_of::<RankFlags>()
+        slots + (channel * self.scopes() + scope as usize) * size_of::<RankFlags>()
+    }
+
+    /// The number of scopes of flags.
+    pub(super) fn scopes(self) -> usize {
+        if self.fan_out.is_some() { SCOPES } else { 1 }
     }
 }
 
@@ -217,11 +225,10 @@ impl RegionLayout {
 
     /// As `prepare`, for the memory of a rank.
     pub(super) fn prepare_rank(self, base: *mut u8) {
-        for channel in 0..self.channels {
-            // SAFETY: as there.
-            unsafe { base.add(self.flags_offset(channel)).cast::<RankFlags>().write(RankFlags::default()) };
-        }
-        super::sync::track(base.addr()..base.addr() + self.flags_offset(0));
+        let flags = base.wrapping_add(self.flags().start).cast::<RankFlags>();
+        // SAFETY: as there.
+        (0..self.channels * self.scopes()).for_each(|index| unsafe { flags.add(index).write(RankFlags::default()) });
+        super::sync::track(base.addr()..base.addr() + self.flags().start);
     }
 }
 
@@ -231,7 +238,7 @@ mod tests {
 
     #[test]
     fn parts_do_not_overlap() {
-        let layout = RegionLayout { ranks: 3, channels: 2, slot: 128, window: 2 };
+        let layout = RegionLayout { ranks: 3, channels: 2, slot: 128, window: 2, fan_out: None };
         let mut ranges = vec![(0, size_of::<RegionHeader>())];
         ranges
             .extend((0..3).map(|rank| (layout.state_offset(rank), layout.state_offset(rank) + size_of::<RankState>())));
@@ -242,7 +249,10 @@ mod tests {
         let slots = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(channel, turn)| layout.slot_offset(channel, turn));
         assert_eq!(slots, [0, 128, 256, 384]);
         assert_eq!(layout.flags(), PAGE..PAGE + 2 * size_of::<RankFlags>());
-        assert_eq!(layout.flags_offset(1), PAGE + size_of::<RankFlags>());
+        assert_eq!(layout.flags_offset(1, Scope::Own), PAGE + size_of::<RankFlags>());
+        let tree = RegionLayout { fan_out: Some(8), ..layout };
+        assert_eq!(tree.flags_offset(1, Scope::All), PAGE + 5 * size_of::<RankFlags>());
+        assert_eq!(tree.flags(), PAGE..PAGE + 6 * size_of::<RankFlags>());
     }
 
     #[test]

@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use super::counter::{REFRESH, START, reached};
 use super::rank_flags::LOOKAHEAD_WORDS;
-use super::shm_channel::{PathNote, Phase, ShmChannel, SlotContent};
+use super::shm_channel::{PathNote, Phase, ShmChannel, SlotContent, SlotContents};
 use super::wait_context::WaitContext;
 use super::window::SMALL_WINDOW;
 use crate::error::Result;
@@ -96,12 +96,14 @@ pub struct Rounds {
     ended: u32,
     /// This rank has raised all its flags for this round or a later one.
     refreshed: u32,
+    /// The same of the flags by which it passes notices on.
+    passed_on: u32,
 }
 
 impl Rounds {
     /// Before the first round.
     pub fn new(shm: ShmChannel) -> Rounds {
-        Rounds { shm, last: START, freed: START, ended: START, refreshed: START }
+        Rounds { shm, last: START, freed: START, ended: START, refreshed: START, passed_on: START }
     }
 
     /// Its channel of the shared memory.
@@ -123,6 +125,18 @@ impl Rounds {
             self.shm.raise(Phase::Unpacked, self.ended);
             self.refreshed = self.last;
         }
+        self.keep_up(self.last);
+    }
+
+    /// As [`Rounds::refresh`], of the flags by which this rank passes notices on. The slot of round `round` is free: all
+    /// ranks have ended the one that used it before.
+    #[inline]
+    fn keep_up(&mut self, round: u32) {
+        let ended = round.wrapping_sub(self.shm.window());
+        if self.shm.region().layout().fan_out.is_some() && reached(ended, self.passed_on.wrapping_add(REFRESH)) {
+            self.shm.keep_up(ended);
+            self.passed_on = ended;
+        }
     }
 
     /// Begins the next round, once its slot is free. Also raises `Unpacked`: other ranks may need it before they can
@@ -133,6 +147,7 @@ impl Rounds {
     pub fn begin(&mut self, wait_ctx: &WaitContext<'_>) -> Result<Open> {
         self.post_ended(wait_ctx);
         self.wait_until_freed(self.awaited_slot(), wait_ctx)?;
+        self.keep_up(self.next());
         Ok(self.open(false))
     }
 
@@ -146,6 +161,7 @@ impl Rounds {
             }
             self.freed = awaited.number;
         }
+        self.keep_up(self.next());
         Some(self.open(false))
     }
 
@@ -291,19 +307,19 @@ impl AllPacked {
         rounds.shm.content(rank, self.0.number)
     }
 
-    /// The number of ranks whose slots hold addresses.
-    pub fn zero_copy_ranks(self, rounds: &Rounds) -> usize {
-        (0..rounds.ranks()).filter(|&rank| self.content(rounds, rank) != SlotContent::Data).count()
+    /// What the slots of all ranks of the host hold.
+    pub fn contents(self, rounds: &Rounds) -> SlotContents {
+        rounds.shm.contents(self.0.number)
     }
 
-    /// The words that all ranks of the host have posted.
-    pub fn lookaheads(self, rounds: &Rounds) -> impl Iterator<Item = [u64; LOOKAHEAD_WORDS]> {
-        rounds.shm.lookaheads(self.0.number)
+    /// The words that all ranks of the host have posted; 0 for each in which they differ.
+    pub fn common_lookahead(self, rounds: &Rounds) -> [u64; LOOKAHEAD_WORDS] {
+        rounds.shm.common_lookahead(self.0.number)
     }
 
-    /// The notes of all ranks of the host, by local rank.
-    pub fn path_notes(self, rounds: &Rounds) -> impl Iterator<Item = PathNote> {
-        rounds.shm.path_notes(self.0.number)
+    /// The notes of all ranks of the host.
+    pub fn path_note(self, rounds: &Rounds) -> PathNote {
+        rounds.shm.path_note(self.0.number)
     }
 
     /// Shows the other ranks that this rank's slices are complete.
@@ -398,6 +414,6 @@ impl Awaited {
     /// # Errors
     /// Those of [`ShmChannel::wait`].
     pub fn check(self, shm: &ShmChannel, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        shm.check_wait(self.phase, self.number, self.ranks, wait_ctx)
+        shm.check_wait(self.phase, self.number, self.ranks, wait_ctx).map(|_are_there| ())
     }
 }

@@ -6,10 +6,11 @@
 //! and raise `Reduced`. Every rank unpacks the results and raises `Unpacked`. With a window of w slots, round s uses
 //! slot s mod w. So a rank may pack round s only when all ranks have unpacked round s - w. Ownership: a rank owns its
 //! slot from its own `Unpacked` of round s - w to its `Packed` of round s. From all `Packed` to all `Reduced`, the
-//! owner of shard l owns slice l of all slots. Then all slots are read-only until `Unpacked`. Thread rule: each channel
-//! is used by one thread.
+//! owner of shard l owns slice l of all slots. Then all slots are read-only until `Unpacked`.
+//!
+//! On a host of many ranks notices take a tree ([`super::flag_tree`]): a rank that waits for all others passes on what it
+//! knows of them ([`super::notices`]). Thread rule: each channel is used by one thread.
 
-use std::array;
 use std::cell::{Cell, OnceCell};
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,12 +18,14 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::flag::Flag;
-use super::rank_flags::{LOOKAHEAD_WORDS, RankFlags};
+use super::flag_tree::FlagTree;
+use super::rank_flags::{LOOKAHEAD_WORDS, Note, Notices, RankFlags, Scope};
+use super::rank_memory::RankMemory;
 use super::shm_region::{OPENED, ShmRegion};
 use super::spin::{Spins, Waiter};
-use super::sync::{AtomicU32, AtomicU64, prefetch};
+use super::sync::prefetch;
 use super::wait_context::WaitContext;
-use super::window::{HOST_WINDOW, MAX_WINDOW, SMALL_WINDOW};
+use super::window::{MAX_WINDOW, SMALL_WINDOW};
 use crate::error::{Error, Result};
 use crate::timings::WaitTarget;
 
@@ -42,89 +45,82 @@ pub enum Phase {
     Unpacked,
 }
 
-/// What a slot holds.
+/// What a slot holds: one bit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum SlotContent {
     /// The data of the rank's tensors.
     #[default]
-    Data,
+    Data = 0b1,
     /// Where the tensors are in the rank's [`PeerMemory`](super::peer_memory::PeerMemory).
-    PeerMemory,
+    PeerMemory = 0b10,
     /// The addresses of the tensors in the rank's process.
-    PrivateMemory,
+    PrivateMemory = 0b100,
 }
 
-/// What a rank adds to a call for which there are two paths.
+/// What the slots of all ranks hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlotContents(u32);
+
+impl SlotContents {
+    /// Whether all of them hold this.
+    pub fn are_all(self, content: SlotContent) -> bool {
+        self.0 == content as u32
+    }
+
+    /// Whether some slot holds this.
+    pub fn has(self, content: SlotContent) -> bool {
+        self.0 & content as u32 != 0
+    }
+}
+
+/// What a rank adds to a call for which there are two paths; of all ranks: the longest time, and whether one decides so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PathNote {
-    /// Whether the next call of the kind takes the second path, if this rank decides.
+    /// Whether the next call of the kind takes the second path, as the rank that decides says.
     pub second: bool,
-    /// How long the rank has packed; at most half a second.
+    /// How long the rank has packed; at most a quarter of a second.
     pub packing: Duration,
 }
-
-/// The longest time in a [`PathNote`], in nanoseconds.
-const MAX_NANOS: u32 = u32::MAX >> 3;
-/// The bits of a note for the content of the slot.
-const CONTENT: u32 = 0b11;
-
-/// The memory of all ranks in a channel.
-struct RankMemory {
-    /// The slots, by turn of the round, place and local rank.
-    slots: [Box<[*mut u8]>; MAX_WINDOW],
-    /// By local rank.
-    flags: Box<[*const RankFlags]>,
-}
-
-// SAFETY: addresses inside the channel's region, which may be used from any thread.
-unsafe impl Send for RankMemory {}
 
 impl ShmRegion {
     /// Channel `channel` of this region.
     pub fn channel(self: &Arc<ShmRegion>, channel: usize) -> ShmChannel {
         assert!(channel < self.layout.channels, "channel {channel} of {}", self.layout.channels);
-        let memory = self.all_memory(channel).map_or_else(OnceCell::new, OnceCell::from);
+        let tree = FlagTree::new(self.me, self.layout.ranks, self.layout.fan_out);
+        let memory = self.all_memory(channel, &tree).map_or_else(OnceCell::new, OnceCell::from);
         let turns = self.layout.window as u32 - 1;
         ShmChannel {
             region: Arc::clone(self),
             channel,
             memory,
+            tree,
             turns,
             reserved: Default::default(),
             spins: Spins::new(self.max_spins),
             waiter: Cell::new(Waiter::Thread),
+            #[cfg(test)]
+            read: Default::default(),
         }
-    }
-
-    /// The memory of all ranks in `channel`, if all have made theirs.
-    fn all_memory(&self, channel: usize) -> Option<RankMemory> {
-        let bases: Vec<*mut u8> = (0..self.layout.ranks).map(|rank| self.of_rank(rank)).collect::<Option<_>>()?;
-        let of_turn = |turn: usize| {
-            let places = if turn < self.layout.window { self.layout.places() } else { 0 };
-            let of_place = |place: usize| {
-                let offset = self.layout.slot_offset(channel, turn) + place * self.layout.place_bytes();
-                bases.iter().map(move |base| base.wrapping_add(offset))
-            };
-            (0..places).flat_map(of_place).collect()
-        };
-        let flags = |base: &*mut u8| base.wrapping_add(self.layout.flags_offset(channel)).cast_const().cast();
-        Some(RankMemory { slots: array::from_fn(of_turn), flags: bases.iter().map(flags).collect() })
     }
 }
 
 /// One channel of a [`ShmRegion`].
 pub struct ShmChannel {
-    region: Arc<ShmRegion>,
+    pub(super) region: Arc<ShmRegion>,
     channel: usize,
     /// Set once all ranks have made theirs.
     memory: OnceCell<RankMemory>,
+    pub(super) tree: FlagTree,
     /// The bits of the number of a round that are its turn.
     turns: u32,
     /// For each slot of this rank, the parts ([`ShmChannel::part_bytes`]) that have memory, as bits.
     reserved: [Cell<u64>; MAX_WINDOW],
-    spins: Spins,
+    pub(super) spins: Spins,
     /// Whose waits are next.
-    waiter: Cell<Waiter>,
+    pub(super) waiter: Cell<Waiter>,
+    /// The flags of other ranks that this rank has read, by their addresses.
+    #[cfg(test)]
+    pub(super) read: std::cell::RefCell<std::collections::HashSet<usize>>,
 }
 
 impl ShmChannel {
@@ -159,7 +155,7 @@ impl ShmChannel {
             wait_ctx.log().waited(region.peers[rank].rank, from, Instant::now());
             result
         })?;
-        let memory = region.all_memory(self.channel);
+        let memory = region.all_memory(self.channel, &self.tree);
         let memory = memory.ok_or_else(|| Error::Internal("the slots of a rank are not shared memory".into()))?;
         // Nobody else sets it: a channel is used by one thread.
         let _set = self.memory.set(memory);
@@ -178,11 +174,42 @@ impl ShmChannel {
         }
     }
 
-    /// The flags of a rank.
+    /// The flags of a rank for itself, or where notices take a tree, for others.
     #[inline]
-    fn flags(&self, rank: usize) -> &RankFlags {
+    pub(super) fn flags(&self, rank: usize, scope: Scope) -> &RankFlags {
+        debug_assert!((scope as usize) < self.region.layout.scopes());
         // SAFETY: the region keeps the memory; the flags are valid when zero, and all fields are atomics.
-        unsafe { &*self.memory().flags[rank] }
+        let flags = unsafe { &*self.memory().flags[rank].add(scope as usize) };
+        self.note_read(rank, flags);
+        flags
+    }
+
+    /// For a test that counts what a round touches.
+    #[inline]
+    fn note_read(&self, _rank: usize, _flags: &RankFlags) {
+        #[cfg(test)]
+        if _rank != self.region.me {
+            self.read.borrow_mut().insert(std::ptr::from_ref(_flags).addr());
+        }
+    }
+
+    /// What this rank waits for if it waits for the first `ranks` ranks: the flags, and the rank that raises them.
+    #[inline]
+    pub(super) fn sources(&self, ranks: usize) -> impl Iterator<Item = (usize, &RankFlags)> + Clone {
+        let sources = self.memory().sources.iter().take_while(move |source| source.0 < ranks);
+        sources.map(|&(rank, flags)| {
+            // SAFETY: as above.
+            let flags = unsafe { &*flags };
+            self.note_read(rank, flags);
+            (rank, flags)
+        })
+    }
+
+    /// What says what all ranks have posted, once they have.
+    #[inline]
+    fn posted(&self) -> impl Notices<'_> {
+        // SAFETY: as above.
+        self.memory().posted.iter().map(|&flags| unsafe { &*flags })
     }
 
     /// The slots of round `round` of a small call, of which two are under way at most: the first two of the window, so
@@ -261,6 +288,9 @@ impl ShmChannel {
     pub(super) fn spin_small(&self, round: u32, spins: u32) -> bool {
         let slots = self.small_slots(round);
         let spins = self.spins.get(self.waiter.get()).min(spins);
+        if self.tree.is_tree {
+            return self.spin_in_tree(Phase::Packed, round, self.region.layout.ranks, spins).is_none();
+        }
         let spin = |rank| {
             let flag = self.flag(rank, Phase::Packed);
             flag.spin(round, spins, self.spins.yield_interval(), || {
@@ -280,6 +310,9 @@ impl ShmChannel {
     /// # Errors
     /// Errors of the wait context; [`Error::PeerLost`] when one of the ranks was lost.
     pub fn wait(&self, phase: Phase, round: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+        if self.tree.is_tree {
+            return self.wait_in_tree(phase, round, ranks, wait_ctx);
+        }
         for rank in 0..ranks {
             let flag = self.flag(rank, phase);
             if flag.reached(round) {
@@ -301,6 +334,9 @@ impl ShmChannel {
 
     /// Whether the first `ranks` local ranks have reached round `round` in `phase`.
     pub(super) fn all_reached(&self, phase: Phase, round: u32, ranks: usize) -> bool {
+        if self.tree.is_tree {
+            return self.all_reached_in_tree(phase, round, ranks);
+        }
         (0..ranks).all(|rank| self.flag(rank, phase).reached(round))
     }
 
@@ -322,102 +358,101 @@ impl ShmChannel {
 
     /// Writes this rank's note.
     pub(super) fn post_path_note(&self, round: u32, note: PathNote) {
-        let nanos = u32::try_from(note.packing.as_nanos()).map_or(MAX_NANOS, |nanos| nanos.min(MAX_NANOS));
-        let place = self.note(self.region.me, round);
-        let content = place.load(Ordering::Relaxed) & CONTENT;
-        place.store(nanos << 3 | u32::from(note.second) << 2 | content, Ordering::Relaxed);
+        let place = self.own_flags().note(self.turn(round));
+        let content = Note(place.load(Ordering::Relaxed) & Note::CONTENTS | if note.second { Note::SECOND } else { 0 });
+        let nanos = u32::try_from(note.packing.as_nanos()).unwrap_or(u32::MAX);
+        place.store(content.with_nanos(nanos).0, Ordering::Relaxed);
     }
 
-    /// The notes of all ranks of the host, by local rank.
-    pub(super) fn path_notes(&self, round: u32) -> impl Iterator<Item = PathNote> {
-        (0..self.region.layout.ranks).map(move |rank| {
-            let note = self.note(rank, round).load(Ordering::Relaxed);
-            PathNote { second: note & 1 << 2 != 0, packing: Duration::from_nanos((note >> 3).into()) }
-        })
+    /// The notes of all ranks of the host.
+    pub(super) fn path_note(&self, round: u32) -> PathNote {
+        let note = self.posted().merged_note(self.turn(round));
+        PathNote { second: note.0 & Note::SECOND != 0, packing: Duration::from_nanos(note.nanos().into()) }
     }
 
     /// Writes the call's signature and what the slot holds.
     pub(super) fn post_signature(&self, round: u32, signature: u64, content: SlotContent) {
-        let me = self.region.me;
-        self.signature(me, round).store(signature, Ordering::Relaxed);
-        let place = self.note(me, round);
-        place.store(place.load(Ordering::Relaxed) & !CONTENT | content as u32, Ordering::Relaxed);
+        let (flags, turn) = (self.own_flags(), self.turn(round));
+        // 0 says that signatures differ.
+        flags.signature(turn).store(signature.max(1), Ordering::Relaxed);
+        let place = flags.note(turn);
+        place.store(place.load(Ordering::Relaxed) & !Note::CONTENTS | content as u32, Ordering::Relaxed);
     }
 
     /// What the slot of a rank holds.
     pub(super) fn content(&self, rank: usize, round: u32) -> SlotContent {
-        match self.note(rank, round).load(Ordering::Relaxed) & CONTENT {
-            0 => SlotContent::Data,
-            1 => SlotContent::PeerMemory,
-            _ => SlotContent::PrivateMemory,
+        let note = self.flags(rank, Scope::Own).note(self.turn(round)).load(Ordering::Relaxed);
+        match SlotContents(note & Note::CONTENTS) {
+            contents if contents.has(SlotContent::PeerMemory) => SlotContent::PeerMemory,
+            contents if contents.has(SlotContent::PrivateMemory) => SlotContent::PrivateMemory,
+            _ => SlotContent::Data,
         }
     }
 
+    /// What the slots of all ranks hold.
+    pub(super) fn contents(&self, round: u32) -> SlotContents {
+        SlotContents(self.posted().merged_note(self.turn(round)).0 & Note::CONTENTS)
+    }
+
     /// Whether all ranks of the host posted the same signature.
+    #[inline]
     pub(super) fn same_signatures(&self, round: u32) -> bool {
-        let signature = |rank| self.signature(rank, round).load(Ordering::Relaxed);
-        (1..self.region.layout.ranks).all(|rank| signature(rank) == signature(0))
+        self.posted().common_signature(self.turn(round)) != 0
     }
 
     /// Posts what this shard owner found: if all signatures are equal, how many of the next calls are, too.
     pub(super) fn agree(&self, round: u32, agreed: Option<usize>) {
         let number = |ahead| u32::try_from(ahead).unwrap_or(0) + 1;
-        self.agreed(self.region.me, round).store(agreed.map_or(0, number), Ordering::Relaxed);
+        self.own_flags().reduced.payload[self.turn(round)].store(agreed.map_or(0, number), Ordering::Relaxed);
     }
 
     /// What the owners of the first `shards` shards all posted.
     pub(super) fn all_agreed(&self, round: u32, shards: usize) -> Option<usize> {
-        let agreed = (0..shards).map(|rank| self.agreed(rank, round).load(Ordering::Relaxed));
-        agreed.min().unwrap_or(1).checked_sub(1).map(|ahead| ahead as usize)
+        let agreed = self.posted().take(shards).least_agreed(self.turn(round));
+        agreed.checked_sub(1).map(|ahead| ahead as usize)
     }
 
     /// Posts what this rank has behind the call that starts.
     pub(super) fn post_lookahead(&self, round: u32, words: [u64; LOOKAHEAD_WORDS]) {
-        let places = &self.flags(self.region.me).lookaheads.0[self.turn(round)];
+        let places = &self.own_flags().lookaheads.0[self.turn(round)];
         places.iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
     }
 
-    /// The words that all ranks of the host posted.
-    pub(super) fn lookaheads(&self, round: u32) -> impl Iterator<Item = [u64; LOOKAHEAD_WORDS]> {
-        (0..self.region.layout.ranks).map(move |rank| {
-            let places = &self.flags(rank).lookaheads.0[self.turn(round)];
-            array::from_fn(|word| places[word].load(Ordering::Relaxed))
-        })
+    /// The words that all ranks of the host posted; 0 for each in which they differ.
+    pub(super) fn common_lookahead(&self, round: u32) -> [u64; LOOKAHEAD_WORDS] {
+        self.posted().common_lookahead(self.turn(round))
     }
 
-    fn flag(&self, rank: usize, phase: Phase) -> &Flag {
+    /// The flags that this rank raises for itself.
+    fn own_flags(&self) -> &RankFlags {
+        self.flags(self.region.me, Scope::Own)
+    }
+
+    /// The flag that a rank raises for itself.
+    pub(super) fn flag(&self, rank: usize, phase: Phase) -> &Flag {
         match phase {
             Phase::Opened => &self.region.control.state(rank).opened,
-            Phase::Packed => &self.flags(rank).packed.flag,
-            Phase::Reduced => &self.flags(rank).reduced.flag,
-            Phase::Unpacked => &self.flags(rank).unpacked.flag,
+            phase => self.flags(rank, Scope::Own).flag(phase),
         }
     }
 
     /// The turn of round `round` in the window.
-    fn turn(&self, round: u32) -> usize {
+    pub(super) fn turn(&self, round: u32) -> usize {
         (round & self.turns) as usize
     }
 
-    fn signature(&self, rank: usize, round: u32) -> &AtomicU64 {
-        let turn = self.turn(round);
-        &self.flags(rank).packed.payload[turn / HOST_WINDOW].signatures[turn % HOST_WINDOW]
-    }
-
-    fn note(&self, rank: usize, round: u32) -> &AtomicU32 {
-        let turn = self.turn(round);
-        &self.flags(rank).packed.payload[turn / HOST_WINDOW].notes[turn % HOST_WINDOW]
-    }
-
-    fn agreed(&self, rank: usize, round: u32) -> &AtomicU32 {
-        &self.flags(rank).reduced.payload[self.turn(round)]
-    }
-
-    /// Checks for lost ranks and limits during a wait for the first `ranks` local ranks.
+    /// Checks for lost ranks and limits during a wait for the first `ranks` local ranks. Returns whether all are there,
+    /// though a rank has not passed it on.
     ///
     /// # Errors
     /// As for [`ShmChannel::wait`].
-    pub(super) fn check_wait(&self, phase: Phase, round: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    pub(super) fn check_wait(
+        &self,
+        phase: Phase,
+        round: u32,
+        ranks: usize,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<bool> {
         // Another rank may wait for this memory.
         self.region.memory.collect();
         let is_pending = |rank: usize| !self.flag(rank, phase).reached(round);
@@ -433,11 +468,14 @@ impl ShmChannel {
                 return Err(self.region.control.failure().unwrap_or_else(lost));
             }
         }
+        if self.tree.is_tree && phase != Phase::Opened && self.adopt(phase, round, ranks).is_none() {
+            return Ok(true);
+        }
         let rank = |local: usize| WaitTarget::Rank(self.region.peers[local].rank);
         wait_ctx.log().set_waiting((0..ranks).filter(|&rank| is_pending(rank)).map(rank).collect());
         // The shard owner knows which rank is missing, so let it report first.
         let grace = if phase == Phase::Reduced { OWNER_GRACE } else { Duration::ZERO };
         let pending = || (0..ranks).filter(|&rank| is_pending(rank)).map(|rank| self.region.peers[rank].name.as_str());
-        wait_ctx.check(grace, &|| pending().collect::<Vec<_>>().join(", "))
+        wait_ctx.check(grace, &|| pending().collect::<Vec<_>>().join(", ")).map(|()| false)
     }
 }

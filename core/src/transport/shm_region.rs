@@ -5,6 +5,7 @@
 //! of its own, so that it is near it.
 //! Thread rule: the group's threads share a `ShmRegion`.
 
+use std::slice;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
@@ -153,21 +154,21 @@ impl ShmRegion {
         self.memory.of_rank(rank, place, self.layout.rank_bytes())
     }
 
-    /// The flags of a rank in a channel, if it has made its memory.
-    fn flags(&self, channel: usize, rank: usize) -> Option<&RankFlags> {
-        let base = self.of_rank(rank)?;
+    /// The flags of a rank, by channel and scope, if it has made its memory.
+    fn rank_flags(&self, rank: usize) -> Option<&[RankFlags]> {
+        let base = self.of_rank(rank)?.wrapping_add(self.layout.flags().start);
         // SAFETY: the region keeps the memory; the flags are valid when zero, and all fields are atomics.
-        Some(unsafe { &*base.add(self.layout.flags_offset(channel)).cast::<RankFlags>() })
+        Some(unsafe { slice::from_raw_parts(base.cast(), self.layout.channels * self.layout.scopes()) })
     }
 
-    /// The flags in all channels of a rank that has made its memory.
+    /// All flags of a rank that has made its memory.
     fn flags_of(&self, rank: usize) -> impl Iterator<Item = &Flag> {
-        (0..self.layout.channels).filter_map(move |channel| self.flags(channel, rank)).flat_map(RankFlags::flags)
+        self.rank_flags(rank).into_iter().flatten().flat_map(RankFlags::flags)
     }
 
     /// The last round of channel 0 that this rank has packed.
     pub fn round(&self) -> u32 {
-        self.flags(0, self.me).map_or(START, |flags| flags.packed.flag.raised())
+        self.rank_flags(self.me).map_or(START, |flags| flags[0].packed.flag.raised())
     }
 
     /// The round that this rank waits in: before all ranks have made their memory, the first one.

@@ -51,6 +51,8 @@ pub struct World {
     pub selection: Selection,
     /// How the ranks of a host reach each other's tensors.
     pub access: Access,
+    /// The fan-out of the tree that notices take on hosts of 3 ranks and more; `None`: they take none.
+    pub fan_out: Option<usize>,
     /// Whether threads outnumber processors.
     pub oversubscribed: bool,
     /// Deadline of calls.
@@ -72,6 +74,7 @@ impl World {
             algorithm: AlgorithmSetting::Auto,
             selection: SHORT_MOVES.into_iter().fold(Selection::default(), |all, limit| all.with(limit, 1)),
             access: Access::Slots,
+            fan_out: None,
             oversubscribed: false,
             timeout: Duration::from_secs(60),
             match_timeout: Duration::from_millis(300),
@@ -87,7 +90,14 @@ impl World {
     /// As `run`, with `count` teams, numbered from 0; `body` gets the rank in each team.
     pub fn run_teams<T: Send>(&self, count: i32, body: impl Fn(&[Rank]) -> T + Sync) -> Vec<T> {
         let size = self.hosts.iter().sum();
-        let world = |_| in_process::world(&self.hosts, self.threads, self.slot, self.access).unwrap();
+        let World { hosts, threads, slot, access, fan_out, .. } = self;
+        let world = |_| match *fan_out {
+            Some(fan_out) => {
+                let fan_out = |ranks: usize| (ranks > 2).then_some(fan_out);
+                in_process::world_in_tree(hosts, *threads, *slot, *access, fan_out).unwrap()
+            }
+            None => in_process::world(hosts, *threads, *slot, *access).unwrap(),
+        };
         let mut endpoints: Vec<Vec<GroupResources>> = (0..size).map(|_| Vec::new()).collect();
         for world in (0..count).map(world) {
             endpoints.iter_mut().zip(world).for_each(|(resources, endpoint)| resources.push(endpoint));

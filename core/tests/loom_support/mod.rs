@@ -50,7 +50,12 @@ pub fn spawn(body: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
 
 /// The regions of `ranks` ranks on one host in new memory, with one channel and slots that are made.
 pub fn regions(ranks: usize, access: in_process::Access) -> Vec<Arc<ShmRegion>> {
-    let resources = in_process::world(&[ranks], 1, SLOT, access).unwrap();
+    regions_in_tree(ranks, access, None)
+}
+
+/// As [`regions`]; notices take a tree with this fan-out.
+pub fn regions_in_tree(ranks: usize, access: in_process::Access, fan_out: Option<usize>) -> Vec<Arc<ShmRegion>> {
+    let resources = in_process::world_in_tree(&[ranks], 1, SLOT, access, |_ranks| fan_out).unwrap();
     let regions: Vec<_> = resources.into_iter().map(|resources| resources.region).collect();
     regions.iter().for_each(|region| region.open().unwrap());
     regions

@@ -171,7 +171,7 @@ impl PeerMemory for ProcessMemory {
 /// The region of a group with one rank on this host; with `members`, of these ranks of the job.
 #[cfg(test)]
 pub(in crate::transport) fn single(members: Option<&[u32]>) -> Result<Arc<ShmRegion>> {
-    let layout = RegionLayout { ranks: 1, channels: 1, slot: 4096, window: 2 };
+    let layout = RegionLayout { ranks: 1, channels: 1, slot: 4096, window: 2, fan_out: None };
     let memory = Box::new(HeapRegion::with_members(layout, members));
     let peers = vec![LocalPeer { rank: 0, world: 0, name: "rank 0".into() }];
     ShmRegion::new(memory, layout, 0, peers, Box::new(AlwaysAlive), SPINS).map(Arc::new)
@@ -182,8 +182,22 @@ pub(in crate::transport) fn single(members: Option<&[u32]>) -> Result<Arc<ShmReg
 /// # Errors
 /// Errors of [`ShmRegion::new`].
 pub fn world(sizes: &[usize], channels: usize, slot: usize, access: Access) -> Result<Vec<GroupResources>> {
+    world_in_tree(sizes, channels, slot, access, |_ranks| None)
+}
+
+/// As [`world`]; `fan_out` returns the fan-out of the tree that the notices of so many ranks take, if they take one.
+///
+/// # Errors
+/// As for [`world`].
+pub fn world_in_tree(
+    sizes: &[usize],
+    channels: usize,
+    slot: usize,
+    access: Access,
+    fan_out: impl Fn(usize) -> Option<usize>,
+) -> Result<Vec<GroupResources>> {
     let hosts: Vec<usize> = sizes.iter().enumerate().flat_map(|(host, &size)| vec![host; size]).collect();
-    group(&GroupKey::team(0), &hosts, channels, slot, access)
+    group_in_tree(&GroupKey::team(0), &hosts, channels, slot, access, fan_out)
 }
 
 /// As [`world`], for the group `key`, whose rank r is on host `hosts[r]`.
@@ -197,10 +211,21 @@ pub fn group(
     slot: usize,
     access: Access,
 ) -> Result<Vec<GroupResources>> {
+    group_in_tree(key, hosts, channels, slot, access, |_ranks| None)
+}
+
+fn group_in_tree(
+    key: &GroupKey,
+    hosts: &[usize],
+    channels: usize,
+    slot: usize,
+    access: Access,
+    fan_out: impl Fn(usize) -> Option<usize>,
+) -> Result<Vec<GroupResources>> {
     let topology = Topology::new(0, hosts);
     let region = |host: usize| {
         let (ranks, window) = (topology.ranks_of(host).len(), window(topology.hosts()));
-        let layout = RegionLayout { ranks, channels, slot, window };
+        let layout = RegionLayout { ranks, channels, slot, window, fan_out: fan_out(ranks) };
         (layout, HeapRegion::new(layout))
     };
     let regions: Vec<(RegionLayout, HeapRegion)> = (0..topology.hosts()).map(region).collect();
