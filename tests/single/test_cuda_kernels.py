@@ -120,6 +120,7 @@ def assert_exact_in_registers(name: str, ptx: str) -> None:
     assert not re.search(r"\b(fma|mad)\.\w*\.?f\d\d|\.ftz|\.approx|div\.full", ptx), name
 
 
+@pytest.mark.heavy
 def test_the_ptx_has_the_expected_instructions(nvrtc: Nvrtc) -> None:
     results = {source: compiled(nvrtc, source, "compute_80") for source in SOURCES if source != "reduce_sum.cu"}
     assert not any(result.cubin for result in results.values())
