@@ -200,7 +200,7 @@ fn raises(targets: &'static [u32]) {
     let flag = Arc::new(Flag::default());
     let wait = |&target: &u32| {
         let flag = Arc::clone(&flag);
-        spawn(move || flag.sleep(START.wrapping_add(target), &mut || Ok(false)).unwrap())
+        spawn(move || flag.sleep(START.wrapping_add(target), &mut || Ok(())).unwrap())
     };
     let waiters: Vec<_> = targets.iter().map(wait).collect();
     flag.raise(START.wrapping_add(1));

@@ -174,7 +174,8 @@ impl Channel {
         let shm = self.rounds.shm();
         // Its flags show whether the next chunk may begin.
         let packs_first = |task: &ChunkTask| task.is_first && matches!(task.stage, ChunkStage::Packed(_));
-        let is_alone = tasks.len() < 2 || (self.inter_host.is_empty() && !tasks.iter().any(packs_first));
+        let only_waits = self.inter_host.is_empty() && !shm.passes_on() && !tasks.iter().any(packs_first);
+        let is_alone = tasks.len() < 2 || only_waits;
         match awaited {
             // Nothing but this flag can advance a chunk.
             Some(awaited) if is_alone => awaited.wait(shm, wait_ctx),

@@ -82,19 +82,18 @@ impl Flag {
         self.reached(target)
     }
 
-    /// Sleeps until the counter has reached `target`. Calls `check` after every timeout and wake, and ends when that
-    /// returns true.
+    /// Sleeps until the counter has reached `target`. Calls `check` after every timeout and wake.
     ///
     /// # Errors
     /// Errors of `check`, or of the futex call.
-    pub fn sleep(&self, target: u32, check: &mut dyn FnMut() -> Result<bool>) -> Result<()> {
+    pub fn sleep(&self, target: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         let result = self.wait_slow(target, check);
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
         result
     }
 
-    fn wait_slow(&self, target: u32, check: &mut dyn FnMut() -> Result<bool>) -> Result<()> {
+    fn wait_slow(&self, target: u32, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         loop {
             let seen = self.value.load(Ordering::SeqCst);
             if reached(seen.wrapping_add(START), target) {
@@ -104,9 +103,10 @@ impl Flag {
                 Err(Errno::AGAIN) => {}
                 // Check also after a signal or a wake: both may repeat forever.
                 Ok(()) | Err(Errno::INTR | Errno::TIMEDOUT) => {
-                    if self.reached(target) || check()? {
+                    if self.reached(target) {
                         return Ok(());
                     }
+                    check()?;
                 }
                 Err(error) => return Err(Error::system("futex wait", error)),
             }
@@ -133,7 +133,7 @@ mod tests {
     fn raising_wakes_a_sleeper_and_check_ends_a_wait() {
         let flag = Flag::default();
         thread::scope(|scope| {
-            let waiter = scope.spawn(|| flag.sleep(3, &mut || Ok(false)));
+            let waiter = scope.spawn(|| flag.sleep(3, &mut || Ok(())));
             for value in 1..=3 {
                 thread::yield_now();
                 flag.raise(value);
@@ -142,8 +142,6 @@ mod tests {
         });
         let stop = Error::Timeout("now".into());
         assert_eq!(flag.sleep(4, &mut || Err(stop.clone())), Err(stop));
-        flag.wake();
-        assert_eq!(flag.sleep(4, &mut || Ok(true)), Ok(()));
         assert_eq!(flag.sleepers.load(Ordering::SeqCst), 0);
     }
 
@@ -153,7 +151,7 @@ mod tests {
         let flag = Flag::default();
         let deadline = Instant::now() + Duration::from_millis(100);
         let stop = Error::Timeout("late".into());
-        let mut check = || if Instant::now() < deadline { Ok(false) } else { Err(stop.clone()) };
+        let mut check = || if Instant::now() < deadline { Ok(()) } else { Err(stop.clone()) };
         let ended = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {

@@ -5,9 +5,10 @@
 //! quickly as ranks wait, and no rank works for another. Every flag has one writer, and says that all ranks that it is for
 //! have reached a round, or a later one.
 //!
-//! A rank may never pass on what it knows: it ends, or with another call it waits for something else. So who has slept
-//! for a while looks at the flags that each rank raises for itself, and if all are there, goes on as if it had heard so
-//! ([`ShmChannel::adopt`]). Whether a slot is free is looked up there early: a rank whose call is another one does not ask.
+//! A rank may pass nothing on for a while, or never: it computes after it has started a call, it waits for something else,
+//! it ends. So a wait that takes longer than notices need is one for the flags that each rank raises for itself, as on a
+//! small host ([`ShmChannel::adopt`]). Whether a slot is free is looked up there earlier: a rank whose call is another one
+//! does not ask.
 //! Thread rule: as for [`ShmChannel`].
 
 use std::hint;
@@ -21,9 +22,8 @@ use super::rank_flags::{Notices, RankFlags, Scope};
 use super::shm_channel::{Phase, ShmChannel};
 use super::wait_context::WaitContext;
 use super::window::HOST_WINDOW;
-use crate::error::Result;
 
-/// After so many checks a wait is one for the rank that is late, not for one that passes notices on.
+/// After so many checks a rank is late, and not only one that passes notices on.
 const LATE: u32 = 1024;
 
 impl RankFlags {
@@ -43,57 +43,38 @@ type Missing<'a> = (usize, &'a Flag);
 impl ShmChannel {
     /// Whether the first `ranks` local ranks have reached round `round` in `phase`.
     pub(super) fn all_reached_in_tree(&self, phase: Phase, round: u32, ranks: usize) -> bool {
-        self.missing(phase, round, ranks).is_none()
+        self.gather(phase, round, ranks).is_none() || phase == Phase::Unpacked && self.adopt(phase, round, ranks)
     }
 
-    /// As [`ShmChannel::wait`].
-    pub(super) fn wait_in_tree(
-        &self,
-        phase: Phase,
-        round: u32,
-        ranks: usize,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<()> {
-        let Some((mut awaited, _)) = self.gather(phase, round, ranks) else { return Ok(()) };
+    /// As [`ShmChannel::wait`], for a short time; returns whether the ranks are there.
+    pub(super) fn wait_in_tree(&self, phase: Phase, round: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> bool {
+        let Some((awaited, _)) = self.gather(phase, round, ranks) else { return true };
         let from = Instant::now();
-        let spins = self.spins.get(self.waiter.get());
-        let mut missing = self.spin_in_tree(phase, round, ranks, spins.min(LATE));
-        if missing.is_some() {
-            let late = (0..ranks).find(|&rank| !self.flag(rank, phase).reached(round));
-            awaited = late.unwrap_or(awaited);
-            missing = self.spin_in_tree(phase, round, ranks, spins.saturating_sub(LATE));
+        let are_there = self.spin_in_tree(phase, round, ranks, self.spins.get(self.waiter.get()));
+        if are_there {
+            let now = Instant::now();
+            self.spins.adapt(self.waiter.get(), now - from);
+            wait_ctx.log().waited(self.region.peers[awaited].rank, from, now);
         }
-        let mut result = Ok(());
-        while let Some((_, flag)) = missing.filter(|_| result.is_ok()) {
-            result = flag.sleep(round, &mut || self.check_wait(phase, round, ranks, wait_ctx));
-            missing = self.missing(phase, round, ranks);
-        }
-        let now = Instant::now();
-        self.spins.adapt(self.waiter.get(), now - from);
-        wait_ctx.log().waited(self.region.peers[awaited].rank, from, now);
-        result
+        are_there
     }
 
-    /// Looks up to `spins + 1` times whether the ranks are there; returns what is missing then.
-    pub(super) fn spin_in_tree(&self, phase: Phase, round: u32, ranks: usize, spins: u32) -> Option<Missing<'_>> {
+    /// Looks whether the ranks are there, up to `spins` times, and not longer than it takes to pass notices on.
+    pub(super) fn spin_in_tree(&self, phase: Phase, round: u32, ranks: usize, spins: u32) -> bool {
         let interval = self.spins.yield_interval();
-        for spin in 1..=spins {
-            self.gather(phase, round, ranks)?;
+        for spin in 1..=spins.min(LATE) {
+            if self.gather(phase, round, ranks).is_none() {
+                return true;
+            }
             if spin & (interval - 1) != 0 {
                 hint::spin_loop();
+            } else if self.all_reached_in_tree(phase, round, ranks) {
+                return true;
             } else {
-                self.missing(phase, round, ranks)?;
                 thread::yield_now();
             }
         }
-        self.missing(phase, round, ranks)
-    }
-
-    /// What is missing until the ranks are there. Sleep on no other flag: once this one is raised, there may be something to
-    /// pass on.
-    fn missing(&self, phase: Phase, round: u32, ranks: usize) -> Option<Missing<'_>> {
-        let missing = self.gather(phase, round, ranks)?;
-        if phase == Phase::Unpacked { self.adopt(phase, round, ranks) } else { Some(missing) }
+        self.all_reached_in_tree(phase, round, ranks)
     }
 
     /// Passes on what this rank's sources and its parent have posted; returns what is missing until all ranks have.
@@ -122,17 +103,20 @@ impl ShmChannel {
         None
     }
 
-    /// If each of the ranks has raised its own flag: takes what they have posted from there; otherwise returns what is
-    /// missing.
-    pub(super) fn adopt(&self, phase: Phase, round: u32, ranks: usize) -> Option<Missing<'_>> {
-        let own = |rank: usize| (rank, self.flag(rank, phase));
-        let missing = (0..ranks).map(own).find(|(_, flag)| !flag.reached(round));
+    /// Whether each of the ranks has raised its own flag. Then takes what they have posted from there.
+    pub(super) fn adopt(&self, phase: Phase, round: u32, ranks: usize) -> bool {
+        let are_there = (0..ranks).all(|rank| self.flag(rank, phase).reached(round));
         for to in [Scope::Subtree, Scope::All].map(|scope| self.passed_on(scope)) {
-            if missing.is_none() && !to.flag(phase).reached(round) {
+            if are_there && !to.flag(phase).reached(round) {
                 self.announce((0..ranks).map(|rank| self.flags(rank, Scope::Own)), to, phase, round);
             }
         }
-        missing
+        are_there
+    }
+
+    /// Whether other ranks may wait for what this rank passes on.
+    pub fn passes_on(&self) -> bool {
+        self.tree.is_tree && self.tree.sources.len() > 1
     }
 
     /// Raises this rank's flag `to` for other ranks, with what these have in common.
@@ -178,9 +162,12 @@ impl ShmChannel {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::deadline::Deadline;
+    use crate::error::Error;
     use crate::transport::counter::START;
     use crate::transport::flag_tree::fan_out;
     use crate::transport::in_process::{self, Access};
+    use crate::transport::wait_context::with_limits;
 
     /// The channels of `ranks` ranks, whose notices take a tree from 16 ranks on.
     fn channels(ranks: usize) -> Vec<ShmChannel> {
@@ -228,12 +215,12 @@ mod tests {
         }
         assert!(!channels[17].all_reached(Phase::Packed, round, 20), "its parent is silent");
         assert!(channels[17].all_reached(Phase::Unpacked, round, 20), "its slot is free all the same");
-        assert!(channels[17].adopt(Phase::Packed, round, 20).is_none() && channels[17].same_signatures(round));
-        assert!(channels[17].all_reached(Phase::Packed, round, 20));
+        let slept = || Some(Error::Internal("it has slept".into()));
+        let wait = |wait_ctx: &WaitContext<'_>| channels[17].wait(Phase::Packed, round, 20, wait_ctx);
+        assert_eq!(with_limits("", Deadline::default(), None, &slept, wait), Ok(()));
+        assert!(channels[17].same_signatures(round) && channels[17].all_reached(Phase::Packed, round, 20));
         // What it has adopted, a parent passes on.
-        assert!(
-            channels[8].adopt(Phase::Packed, round, 20).is_none() && channels[9].all_reached(Phase::Packed, round, 20)
-        );
+        assert!(channels[8].adopt(Phase::Packed, round, 20) && channels[9].all_reached(Phase::Packed, round, 20));
         assert!(channels[9].same_signatures(round));
         // And in the other direction.
         channels[16].all_reached(Phase::Packed, round, 20);

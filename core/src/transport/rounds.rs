@@ -414,6 +414,6 @@ impl Awaited {
     /// # Errors
     /// Those of [`ShmChannel::wait`].
     pub fn check(self, shm: &ShmChannel, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        shm.check_wait(self.phase, self.number, self.ranks, wait_ctx).map(|_are_there| ())
+        shm.check_wait(self.phase, self.number, self.ranks, wait_ctx)
     }
 }

@@ -276,6 +276,10 @@ impl ShmChannel {
     pub(super) fn post_and_spin(&self, round: u32, spins: u32) -> bool {
         let own_flag = self.flag(self.region.me, Phase::Packed);
         own_flag.raise_no_wake(round);
+        if self.tree.is_tree {
+            // This rank may wait for one that sleeps on its flag.
+            own_flag.wake_sleepers();
+        }
         let all = self.spin_small(round, spins);
         own_flag.wake_sleepers();
         all
@@ -288,8 +292,9 @@ impl ShmChannel {
     pub(super) fn spin_small(&self, round: u32, spins: u32) -> bool {
         let slots = self.small_slots(round);
         let spins = self.spins.get(self.waiter.get()).min(spins);
-        if self.tree.is_tree {
-            return self.spin_in_tree(Phase::Packed, round, self.region.layout.ranks, spins).is_none();
+        let ranks = self.region.layout.ranks;
+        if self.tree.is_tree && self.spin_in_tree(Phase::Packed, round, ranks, spins) {
+            return true;
         }
         let spin = |rank| {
             let flag = self.flag(rank, Phase::Packed);
@@ -297,7 +302,8 @@ impl ShmChannel {
                 slots.get(rank).copied().into_iter().for_each(prefetch);
             })
         };
-        (0..self.region.layout.ranks).all(spin)
+        let all = (0..ranks).all(spin);
+        all && (!self.tree.is_tree || self.adopt(Phase::Packed, round, ranks))
     }
 
     /// The value of this rank's flag of `phase`.
@@ -310,8 +316,8 @@ impl ShmChannel {
     /// # Errors
     /// Errors of the wait context; [`Error::PeerLost`] when one of the ranks was lost.
     pub fn wait(&self, phase: Phase, round: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        if self.tree.is_tree {
-            return self.wait_in_tree(phase, round, ranks, wait_ctx);
+        if self.tree.is_tree && self.wait_in_tree(phase, round, ranks, wait_ctx) {
+            return Ok(());
         }
         for rank in 0..ranks {
             let flag = self.flag(rank, phase);
@@ -328,6 +334,9 @@ impl ShmChannel {
             self.spins.adapt(self.waiter.get(), now - from);
             wait_ctx.log().waited(self.region.peers[rank].rank, from, now);
             result?;
+        }
+        if self.tree.is_tree {
+            self.adopt(phase, round, ranks);
         }
         Ok(())
     }
@@ -441,18 +450,11 @@ impl ShmChannel {
         (round & self.turns) as usize
     }
 
-    /// Checks for lost ranks and limits during a wait for the first `ranks` local ranks. Returns whether all are there,
-    /// though a rank has not passed it on.
+    /// Checks for lost ranks and limits during a wait for the first `ranks` local ranks.
     ///
     /// # Errors
     /// As for [`ShmChannel::wait`].
-    pub(super) fn check_wait(
-        &self,
-        phase: Phase,
-        round: u32,
-        ranks: usize,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<bool> {
+    pub(super) fn check_wait(&self, phase: Phase, round: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
         // Another rank may wait for this memory.
         self.region.memory.collect();
         let is_pending = |rank: usize| !self.flag(rank, phase).reached(round);
@@ -468,14 +470,14 @@ impl ShmChannel {
                 return Err(self.region.control.failure().unwrap_or_else(lost));
             }
         }
-        if self.tree.is_tree && phase != Phase::Opened && self.adopt(phase, round, ranks).is_none() {
-            return Ok(true);
+        if self.tree.is_tree && phase != Phase::Opened && self.adopt(phase, round, ranks) {
+            return Ok(());
         }
         let rank = |local: usize| WaitTarget::Rank(self.region.peers[local].rank);
         wait_ctx.log().set_waiting((0..ranks).filter(|&rank| is_pending(rank)).map(rank).collect());
         // The shard owner knows which rank is missing, so let it report first.
         let grace = if phase == Phase::Reduced { OWNER_GRACE } else { Duration::ZERO };
         let pending = || (0..ranks).filter(|&rank| is_pending(rank)).map(|rank| self.region.peers[rank].name.as_str());
-        wait_ctx.check(grace, &|| pending().collect::<Vec<_>>().join(", ")).map(|()| false)
+        wait_ctx.check(grace, &|| pending().collect::<Vec<_>>().join(", "))
     }
 }
