@@ -5,7 +5,7 @@
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::transport::LOOKAHEAD_WORDS;
+use crate::transport::{LOOKAHEAD_WORDS, common_words};
 
 /// The numbers of calls that are compared together.
 const LENGTHS: [usize; LOOKAHEAD_WORDS - 1] = [1, 4, 16, 64];
@@ -36,13 +36,7 @@ impl Lookahead {
 
     /// What two ranks, or groups of ranks, have in common.
     pub fn common(self, other: Lookahead) -> Lookahead {
-        let mut common = self;
-        for (hash, other) in common.0.iter_mut().zip(other.0) {
-            if *hash != other {
-                *hash = 0;
-            }
-        }
-        common
+        Lookahead(common_words(self.0, other.0))
     }
 
     /// The number of calls that all ranks have.

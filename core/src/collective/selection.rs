@@ -1,9 +1,9 @@
 //! The one table of choices: which path a call takes, by its collective, bytes, ranks, hosts and memory.
 //!
-//! [`ROWS`] has the lengths at which calls take another path, and numbers of ranks; `DL_COMM_SELECTION` sets them ([`Selection`]). The functions
-//! here apply them, and make the choices that depend on no length. Three things are only asked from here: what a rank has
-//! measured ([`super::path_choice`]), the model of the network (`inter_host/cost.rs`), and what the GPUs of the ranks can do
-//! (`device/path.rs`). `docs/algorithms.md` shows the rows, and what each path costs.
+//! [`ROWS`] has the lengths at which calls take another path, and numbers of ranks; `DL_COMM_SELECTION` sets them
+//! ([`Selection`]). The functions here apply them, and make the choices that depend on no length. Three things are only
+//! asked from here: what a rank has measured ([`super::path_choice`]), the model of the network (`inter_host/cost.rs`), and
+//! what the GPUs of the ranks can do (`device/path.rs`). `docs/algorithms.md` shows the rows, and what each path costs.
 //! Thread rule: plain data and pure functions.
 
 use super::algorithm::{Algorithm, AlgorithmSetting};

@@ -64,7 +64,7 @@ pub use creations::Calls;
 pub use host_link::{ExchangeBuffers, HostLink, HostMessage, MAX_EXCHANGES};
 pub use host_wait::{HostWait, check_hosts, finish_exchange};
 pub use network_model::NetworkModel;
-pub use rank_flags::LOOKAHEAD_WORDS;
+pub use rank_flags::{LOOKAHEAD_WORDS, common_words};
 pub use region_layout::{MAX_DEFAULT_SLOT, RegionLayout, max_channels};
 pub use shm_channel::{Phase, ShmChannel, SlotContent};
 pub use shm_region::ShmRegion;

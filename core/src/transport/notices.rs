@@ -37,9 +37,6 @@ impl RankFlags {
     }
 }
 
-/// A flag that has not been raised, and the rank that raises it.
-type Missing<'a> = (usize, &'a Flag);
-
 impl ShmChannel {
     /// Whether the first `ranks` local ranks have reached round `round` in `phase`.
     pub(super) fn all_reached_in_tree(&self, phase: Phase, round: u32, ranks: usize) -> bool {
@@ -48,7 +45,7 @@ impl ShmChannel {
 
     /// As [`ShmChannel::wait`], for a short time; returns whether the ranks are there.
     pub(super) fn wait_in_tree(&self, phase: Phase, round: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> bool {
-        let Some((awaited, _)) = self.gather(phase, round, ranks) else { return true };
+        let Some(awaited) = self.gather(phase, round, ranks) else { return true };
         let from = Instant::now();
         let are_there = self.spin_in_tree(phase, round, ranks, self.spins.get(self.waiter.get()));
         if are_there {
@@ -63,29 +60,30 @@ impl ShmChannel {
     pub(super) fn spin_in_tree(&self, phase: Phase, round: u32, ranks: usize, spins: u32) -> bool {
         let interval = self.spins.yield_interval();
         for spin in 1..=spins.min(LATE) {
-            if self.gather(phase, round, ranks).is_none() {
-                return true;
-            }
             if spin & (interval - 1) != 0 {
+                if self.gather(phase, round, ranks).is_none() {
+                    return true;
+                }
                 hint::spin_loop();
-            } else if self.all_reached_in_tree(phase, round, ranks) {
-                return true;
             } else {
+                if self.all_reached_in_tree(phase, round, ranks) {
+                    return true;
+                }
                 thread::yield_now();
             }
         }
         self.all_reached_in_tree(phase, round, ranks)
     }
 
-    /// Passes on what this rank's sources and its parent have posted; returns what is missing until all ranks have.
-    fn gather(&self, phase: Phase, round: u32, ranks: usize) -> Option<Missing<'_>> {
+    /// Passes on what this rank's sources and its parent have posted. Returns the rank whose flag is missing until all ranks
+    /// have.
+    fn gather(&self, phase: Phase, round: u32, ranks: usize) -> Option<usize> {
         let (subtree, all) = (self.passed_on(Scope::Subtree), self.passed_on(Scope::All));
         if all.flag(phase).reached(round) {
             return None;
         }
-        let is_missing = |(_, flags): &(usize, &RankFlags)| !flags.flag(phase).reached(round);
-        if let Some((rank, flags)) = self.sources(ranks).find(is_missing) {
-            return Some((rank, flags.flag(phase)));
+        if let Some((rank, _)) = self.sources(ranks).find(|(_, flags)| !flags.flag(phase).reached(round)) {
+            return Some(rank);
         }
         let sources = self.sources(ranks).map(|(_, flags)| flags);
         let Some(parent) = self.tree.parent else {
@@ -96,8 +94,8 @@ impl ShmChannel {
             self.announce(sources, subtree, phase, round);
         }
         let released = self.flags(parent, Scope::All);
-        if is_missing(&(parent, released)) {
-            return Some((parent, released.flag(phase)));
+        if !released.flag(phase).reached(round) {
+            return Some(parent);
         }
         self.announce(iter::once(released), all, phase, round);
         None
@@ -127,11 +125,7 @@ impl ShmChannel {
                 to.signature(turn).store(from.clone().common_signature(turn), Ordering::Relaxed);
                 to.note(turn).store(from.clone().merged_note(turn).0, Ordering::Relaxed);
                 if self.window() as usize > HOST_WINDOW {
-                    let words = from.common_lookahead(turn);
-                    to.lookaheads.0[turn]
-                        .iter()
-                        .zip(words)
-                        .for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+                    to.set_lookahead(turn, from.common_lookahead(turn));
                 }
             }
             Phase::Reduced => to.reduced.payload[turn].store(from.least_agreed(turn), Ordering::Relaxed),

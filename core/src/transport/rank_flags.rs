@@ -3,6 +3,7 @@
 //!
 //! Thread rule: the fields are atomics, which their rank writes.
 
+use std::array;
 use std::sync::atomic::Ordering;
 
 use super::flag::Flag;
@@ -83,6 +84,11 @@ fn common(one: u64, other: u64) -> u64 {
     if one == other { one } else { 0 }
 }
 
+/// What ranks have in common of their words about the calls behind the one that starts.
+pub fn common_words(one: [u64; LOOKAHEAD_WORDS], other: [u64; LOOKAHEAD_WORDS]) -> [u64; LOOKAHEAD_WORDS] {
+    array::from_fn(|word| common(one[word], other[word]))
+}
+
 impl RankFlags {
     pub fn flags(&self) -> [&Flag; 3] {
         [&self.packed.flag, &self.reduced.flag, &self.unpacked.flag]
@@ -96,6 +102,11 @@ impl RankFlags {
     /// The place of the [`Note`] in the rounds of a turn.
     pub fn note(&self, turn: usize) -> &AtomicU32 {
         &self.packed.payload[turn / HOST_WINDOW].notes[turn % HOST_WINDOW]
+    }
+
+    /// Sets the words about later calls in the rounds of a turn.
+    pub fn set_lookahead(&self, turn: usize, words: [u64; LOOKAHEAD_WORDS]) {
+        self.lookaheads.0[turn].iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
     }
 }
 
@@ -119,10 +130,7 @@ pub(super) trait Notices<'a>: Iterator<Item = &'a RankFlags> + Sized {
     /// The words that all have posted, each 0 if they differ.
     fn common_lookahead(self, turn: usize) -> [u64; LOOKAHEAD_WORDS] {
         let words = |flags: &RankFlags| flags.lookaheads.0[turn].each_ref().map(|word| word.load(Ordering::Relaxed));
-        let common = |one: [u64; LOOKAHEAD_WORDS], other: [u64; LOOKAHEAD_WORDS]| {
-            std::array::from_fn(|word| common(one[word], other[word]))
-        };
-        self.map(words).reduce(common).unwrap_or_default()
+        self.map(words).reduce(common_words).unwrap_or_default()
     }
 }
 
@@ -159,7 +167,7 @@ mod tests {
         flags.signature(TURN).store(signature, Ordering::Relaxed);
         flags.note(TURN).store(note, Ordering::Relaxed);
         flags.reduced.payload[TURN].store(agreed, Ordering::Relaxed);
-        flags.lookaheads.0[TURN].iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+        flags.set_lookahead(TURN, words);
         flags
     }
 

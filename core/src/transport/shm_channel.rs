@@ -423,8 +423,7 @@ impl ShmChannel {
 
     /// Posts what this rank has behind the call that starts.
     pub(super) fn post_lookahead(&self, round: u32, words: [u64; LOOKAHEAD_WORDS]) {
-        let places = &self.own_flags().lookaheads.0[self.turn(round)];
-        places.iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+        self.own_flags().set_lookahead(self.turn(round), words);
     }
 
     /// The words that all ranks of the host posted; 0 for each in which they differ.

@@ -169,7 +169,7 @@ pub fn groups(hosts: &[usize], members: &[Vec<usize>], timeout: Duration) -> Vec
         let list = Members::List { world: members.as_slice().into(), me: 0 };
         let key = GroupKey::new(GroupName::Named("test".into()), &list, index as u64);
         let member_hosts: Vec<usize> = members.iter().map(|&rank| hosts[rank]).collect();
-        let resources = in_process::group(&key, &member_hosts, 2, 4096, Access::Slots).unwrap();
+        let resources = in_process::group(&key, &member_hosts, 2, 4096, Access::Slots, |_ranks| None).unwrap();
         for (&rank, resources) in members.iter().zip(resources) {
             let group = Group::start(resources, settings, None, Arc::clone(&on_failure), &processes[rank]).unwrap();
             all[rank][index] = Some(group);

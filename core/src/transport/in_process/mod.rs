@@ -197,24 +197,14 @@ pub fn world_in_tree(
     fan_out: impl Fn(usize) -> Option<usize>,
 ) -> Result<Vec<GroupResources>> {
     let hosts: Vec<usize> = sizes.iter().enumerate().flat_map(|(host, &size)| vec![host; size]).collect();
-    group_in_tree(&GroupKey::team(0), &hosts, channels, slot, access, fan_out)
+    group(&GroupKey::team(0), &hosts, channels, slot, access, fan_out)
 }
 
-/// As [`world`], for the group `key`, whose rank r is on host `hosts[r]`.
+/// As [`world_in_tree`], for the group `key`, whose rank r is on host `hosts[r]`.
 ///
 /// # Errors
 /// As for [`world`].
 pub fn group(
-    key: &GroupKey,
-    hosts: &[usize],
-    channels: usize,
-    slot: usize,
-    access: Access,
-) -> Result<Vec<GroupResources>> {
-    group_in_tree(key, hosts, channels, slot, access, |_ranks| None)
-}
-
-fn group_in_tree(
     key: &GroupKey,
     hosts: &[usize],
     channels: usize,
