@@ -30,19 +30,14 @@ building=
 trap '[ -z "$building" ] || kill -- "-$building" 2>/dev/null || true; rm -rf "$wheels"' EXIT
 trap 'exit 130' INT TERM
 pip() { "$venv/bin/python" -m pip "$@" --disable-pip-version-check; }
+install() { "$venv/bin/python" examples/install.py "$@"; }
 # A broken download ends pip, which does not go on with it.
-twice() {
-  "$@" && return
-  echo "dl_comm: trying again: $*" >&2
-  sleep 5
-  "$@"
-}
-install() { twice pip install --no-compile "$@"; }
+build() { pip wheel -q --no-deps -w "$wheels" . || { sleep 5 && pip wheel -q --no-deps -w "$wheels" .; }; }
 
-# The core builds while pip downloads the frameworks, whose versions it checks afterwards. The build ignores Ctrl-C, as all that
-# runs in the background: it gets a process group, which is killed.
+# The core builds while the frameworks are downloaded. The build ignores Ctrl-C, as all that runs in the background: it gets a
+# process group, which is killed.
 set -m
-twice pip wheel -q --no-deps -w "$wheels" . >"$wheels/log" 2>&1 &
+build >"$wheels/log" 2>&1 &
 building=$! since=$SECONDS
 set +m
 frameworks=()
@@ -58,7 +53,6 @@ if [[ " $* " == *" torch "* ]] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null &&
   cpu=$(pip index versions torch 2>/dev/null | grep -o '[0-9.]*+cpu' | head -n 1 || true)
   [ -z "$cpu" ] || frameworks=("${frameworks[@]/%torch/torch==$cpu}")
 fi
-# Most modules are never imported: Python compiles those that are, the first time.
 [ ${#frameworks[@]} -eq 0 ] || install "${frameworks[@]}"
 while kill -0 "$building" 2>/dev/null; do
   [ $(((SECONDS - since) % 10)) -ne 0 ] || echo "dl_comm: building the core, $((SECONDS - since)) s"
@@ -66,6 +60,6 @@ while kill -0 "$building" 2>/dev/null; do
 done
 wait "$building" || { cat "$wheels/log" >&2 && lacks "the core could not be built"; }
 # The wheel of another state of this checkout has the same version.
-pip install -q --no-deps --force-reinstall "$wheels"/dl_comm-*.whl
+install -q --no-deps --force-reinstall "$wheels"/dl_comm-*.whl
 install "$(echo "$wheels"/dl_comm-*.whl)${extras:+[$extras]}"
 case " $* " in *" test "* | *" tf1 "*) install --no-deps "tf_keras>=2.16" ;; esac

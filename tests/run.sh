@@ -31,10 +31,8 @@ export CARGO_INCREMENTAL=0
 if [ $# -eq 0 ] || [ "$1" = fast ]; then
   # First the tools and what Rust needs, so that its checks run while the frameworks are downloaded.
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-  for try in 1 2; do # a broken download ends pip
-    "$venv/bin/python" -m pip install -q --no-compile --disable-pip-version-check -r <("$venv/bin/python" tests/tools.py) && break
-    [ "$try" = 1 ]
-  done
+  mapfile -t tools < <("$venv/bin/python" tests/tools.py)
+  "$venv/bin/python" examples/install.py -q "${tools[@]}"
 fi
 # Keras imports what is hidden there, for wrappers that no test uses: a third of the time that TensorFlow takes to start.
 export PYTHONPATH="$PWD/tests/absent"

@@ -140,7 +140,7 @@ case "$*" in
   *"pip show"*) exit 1 ;;
   *"pip index versions torch"*) echo "Available versions: {versions}" ;;
   *"pip wheel"*) while [ "$1" != -w ]; do shift; done; touch "$2/dl_comm-0-any.whl" ;;
-  *"pip install"*) echo "installs: $*" ;;
+  *install.py*) echo "installs: $*" ;;
 esac
 """
     )
@@ -148,7 +148,7 @@ esac
     env = {"DL_COMM_VENV": str(python.parent.parent), "PYTHON": sys.executable}
     finished = run([str(ROOT / "examples/setup.sh"), "torch", "examples"], 60, env)
     assert finished.returncode == 0, finished.output
-    framework, core, extras = re.findall(r"^installs: .* (\S+) --disable", finished.output, re.MULTILINE)
+    framework, core, extras = re.findall(r"^installs: .* (\S+)$", finished.output, re.MULTILINE)
     assert framework == ("torch==2.15.0+cpu" if chosen else "torch")
     assert core.endswith("/dl_comm-0-any.whl")
     assert extras == f"{core}[torch,examples]"
@@ -164,8 +164,8 @@ def test_setup_shows_why_the_core_is_not_built(tmp_path: Path) -> None:
     assert finished.output.endswith("no compiler\ndl_comm: the core could not be built\n"), finished.output
 
 
-def test_setup_tries_a_broken_download_again(tmp_path: Path) -> None:
-    """Each command of the test's pip fails the first time."""
+def test_setup_builds_again_after_a_broken_download(tmp_path: Path) -> None:
+    """The build of the test's pip fails the first time."""
     python = tmp_path / "venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text(
@@ -173,14 +173,54 @@ def test_setup_tries_a_broken_download_again(tmp_path: Path) -> None:
 once() {{ [ -e "{tmp_path}/$1" ] || ! touch "{tmp_path}/$1"; }}
 case "$*" in
   *"pip wheel"*) once built && while [ "$1" != -w ]; do shift; done && touch "$2/dl_comm-0-any.whl" ;;
-  *"pip install --no-compile"*) once installed ;;
+  *install.py*) echo "installs: $*" ;;
 esac
 """
     )
     python.chmod(0o755)
     finished = run([str(ROOT / "examples/setup.sh"), "examples"], 60, {"DL_COMM_VENV": str(python.parent.parent)})
     assert finished.returncode == 0, finished.output
-    assert re.search("^dl_comm: trying again: pip install .*-0-any.whl", finished.output, re.MULTILINE)
+    assert finished.output.endswith("/dl_comm-0-any.whl[examples]\n"), finished.output
+
+
+INSTALLER = """
+import os, pathlib, sys
+folder = pathlib.Path(__file__).parent
+if sys.argv[1:] == ["config", "list"]:
+    print((folder / "configuration").read_text())
+    sys.exit()
+with open(folder / "log", "a+") as log:
+    log.seek(0)
+    number = len(log.readlines())
+    print(pathlib.Path(__file__).stem, *sys.argv[1:], "from", os.environ["UV_DEFAULT_INDEX"], file=log)
+sys.exit(str(number) in (folder / "failing").read_text())
+"""
+GETS_UV = "pip install -q --disable-pip-version-check uv from "
+BY_UV = f"uv pip install --python {sys.executable} --no-deps a[b] from "
+BY_PIP = "pip install --no-compile --disable-pip-version-check --no-deps a[b] from "
+
+
+@pytest.mark.parametrize(
+    ("configuration", "failing", "calls", "status"),
+    [
+        ("global.timeout='9'\nglobal.index-url='https://a'", "", [GETS_UV, BY_UV + "https://a"], 0),
+        ("", "1 2", [GETS_UV, BY_UV, BY_PIP, BY_PIP], 0),
+        ("", "0 1 2", [GETS_UV, BY_PIP, BY_PIP], 1),
+        ("global.extra-index-url='https://a'", "", [BY_PIP], 0),
+    ],
+)
+def test_uv_installs_or_else_pip(
+    tmp_path: Path, configuration: str, failing: str, calls: list[str], status: int
+) -> None:
+    """The test's pip and uv write down what they are asked; the ``failing`` calls of them fail."""
+    for name in ("pip.py", "uv.py"):
+        (tmp_path / name).write_text(INSTALLER)
+    (tmp_path / "configuration").write_text(configuration)
+    (tmp_path / "failing").write_text(failing)
+    command = [sys.executable, str(EXAMPLES / "install.py"), "--no-deps", "a[b]"]
+    finished = run(command, 60, {"PYTHONPATH": str(tmp_path), "UV_DEFAULT_INDEX": ""})
+    assert finished.returncode == status, finished.output
+    assert (tmp_path / "log").read_text().splitlines() == calls
 
 
 def test_the_build_ends_with_the_setup(tmp_path: Path) -> None:
