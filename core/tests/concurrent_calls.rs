@@ -14,7 +14,7 @@ use dl_comm_core::dtype::DType;
 use dl_comm_core::error::{Error, Result};
 use dl_comm_core::reduce::ReduceOp;
 use dl_comm_core::transport::in_process::Access;
-use dl_comm_core::transport::{ExchangeBuffers, HostLink, HostMessage, NETWORK_WINDOW};
+use dl_comm_core::transport::{ExchangeMemory, HostLink, HostMessage, NETWORK_WINDOW};
 
 const SUM: Op = Op::allreduce(ReduceOp::Sum);
 const MAX: Op = Op::allreduce(ReduceOp::Max);
@@ -48,8 +48,8 @@ impl HeldLink {
 }
 
 impl HostLink for HeldLink {
-    fn buffers(&mut self, exchange: usize) -> ExchangeBuffers<'_> {
-        self.link.buffers(exchange)
+    fn memory(&mut self) -> &mut ExchangeMemory {
+        self.link.memory()
     }
 
     fn start(&mut self, exchange: usize, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()> {

@@ -14,10 +14,9 @@ use dl_comm_core::collective::{
 use dl_comm_core::error::Result;
 use dl_comm_core::topology::Topology;
 use dl_comm_core::transport::in_process::{Access, world};
-use dl_comm_core::transport::memory::Aligned;
 use dl_comm_core::transport::sync::{AtomicU32, Ordering};
 use dl_comm_core::transport::{
-    ExchangeBuffers, HostLink, HostMessage, MAX_EXCHANGES, NetworkModel, ShmRegion, WaitContext,
+    ExchangeMemory, HostLink, HostMessage, MAX_EXCHANGES, NetworkModel, ShmRegion, WaitContext,
 };
 use dl_comm_core::wire_layout::exchange_buffer_bytes;
 use loom_support::{FLOATS, Floats, SLOT, call, config, explore, run, spawn, with_wait_context};
@@ -33,12 +32,12 @@ struct Wire {
 /// The end of one of two hosts.
 struct Link {
     host: usize,
+    memory: ExchangeMemory,
     exchanges: Vec<Exchange>,
 }
 
 /// One exchange of a link.
 struct Exchange {
-    buffers: [Aligned; 2],
     out: Arc<Wire>,
     incoming: Arc<Wire>,
     received: u32,
@@ -50,26 +49,25 @@ fn link(capacity: usize) -> [Link; 2] {
     let wires: Vec<[Arc<Wire>; 2]> = (0..MAX_EXCHANGES).map(|_| Default::default()).collect();
     [0, 1].map(|host| {
         let exchange = |wires: &[Arc<Wire>; 2]| Exchange {
-            buffers: [(); 2].map(|()| Aligned::new(capacity)),
             out: Arc::clone(&wires[host]),
             incoming: Arc::clone(&wires[1 - host]),
             received: 0,
             pending: VecDeque::new(),
         };
-        Link { host, exchanges: wires.iter().map(exchange).collect() }
+        Link { host, memory: ExchangeMemory::new(capacity), exchanges: wires.iter().map(exchange).collect() }
     })
 }
 
 impl HostLink for Link {
-    fn buffers(&mut self, exchange: usize) -> ExchangeBuffers<'_> {
-        let [send, recv] = &mut self.exchanges[exchange].buffers;
-        ExchangeBuffers { send: send.as_mut_slice(), recv: recv.as_mut_slice() }
+    fn memory(&mut self) -> &mut ExchangeMemory {
+        &mut self.memory
     }
 
     fn start(&mut self, exchange: usize, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()> {
-        let Exchange { buffers: [send, _], out, pending, .. } = &mut self.exchanges[exchange];
+        let send = self.memory.of(exchange).send;
+        let Exchange { out, pending, .. } = &mut self.exchanges[exchange];
         for message in sends {
-            out.messages.lock().unwrap().push_back(send.as_slice()[message.bytes.clone()].to_vec());
+            out.messages.lock().unwrap().push_back(send[message.bytes.clone()].to_vec());
             out.sent.fetch_add(1, Ordering::Relaxed);
         }
         pending.extend(receives.iter().cloned());
@@ -77,11 +75,11 @@ impl HostLink for Link {
     }
 
     fn poll(&mut self, completed: &mut dyn FnMut(usize)) -> Result<()> {
-        for Exchange { buffers: [_, recv], incoming, received, pending, .. } in &mut self.exchanges {
+        for (number, Exchange { incoming, received, pending, .. }) in self.exchanges.iter_mut().enumerate() {
             while !pending.is_empty() && incoming.sent.load(Ordering::Relaxed) > *received {
                 let (HostMessage { host, bytes }, message) =
                     (pending.pop_front().unwrap(), incoming.messages.lock().unwrap().pop_front().unwrap());
-                recv.as_mut_slice()[bytes][..message.len()].copy_from_slice(&message);
+                self.memory.of(number).recv[bytes][..message.len()].copy_from_slice(&message);
                 *received += 1;
                 completed(host);
             }

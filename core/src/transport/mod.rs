@@ -61,7 +61,7 @@ pub mod wait_context;
 mod window;
 
 pub use creations::Calls;
-pub use host_link::{ExchangeBuffers, HostLink, HostMessage, MAX_EXCHANGES};
+pub use host_link::{ExchangeBuffers, ExchangeMemory, HostLink, HostMessage, MAX_EXCHANGES};
 pub use host_wait::{HostWait, check_hosts, finish_exchange};
 pub use network_model::NetworkModel;
 pub use rank_flags::{LOOKAHEAD_WORDS, common_words};

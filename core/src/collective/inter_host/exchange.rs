@@ -18,7 +18,6 @@ use crate::collective::wire::{host_piece, runs};
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
 use crate::topology::Topology;
-use crate::transport::memory::Aligned;
 use crate::transport::{HostLink, HostMessage, MAX_EXCHANGES, NetworkModel, WaitContext, finish_exchange};
 use crate::wire_layout::{DtypeRun, HEADER};
 
@@ -30,8 +29,6 @@ pub(crate) struct InterHost {
     trees: [ReductionTree; 2],
     network: NetworkModel,
     setting: AlgorithmSetting,
-    /// For each exchange: this host's partial sums of the range that it completes.
-    host_partial: [Aligned; MAX_EXCHANGES],
 }
 
 /// A slice in flight between hosts.
@@ -82,15 +79,13 @@ impl InterHost {
     /// `link` connects this host's shard `shard` with the same shard of the other hosts.
     pub fn new(
         shard: usize,
-        mut link: Box<dyn HostLink>,
+        link: Box<dyn HostLink>,
         topology: &Topology,
         network: NetworkModel,
         setting: AlgorithmSetting,
     ) -> InterHost {
-        let capacity = link.buffers(0).send.len();
-        let host_partial = [(); MAX_EXCHANGES].map(|()| Aligned::new(capacity));
         let trees = [0, 1].map(|turn| ReductionTree::new(topology.hosts(), topology.host(), turn));
-        InterHost { shard, link, trees, network, setting, host_partial }
+        InterHost { shard, link, trees, network, setting }
     }
 
     /// Sends the first messages of a slice. `matched`: all hosts are known to have the same call. `calls`: those of this
@@ -145,7 +140,10 @@ impl InterHost {
             in_flight.stage = match next {
                 Next::ExchangeStage(stage) => stage,
                 Next::StartData => exchange.start_data(in_flight)?,
-                Next::Done(agreed) => return Ok(Some(agreed)),
+                Next::Done(agreed) => {
+                    self.link.memory().release(exchange_index(slice));
+                    return Ok(Some(agreed));
+                }
             };
         }
         Ok(None)
@@ -179,7 +177,6 @@ impl InterHost {
             lookahead,
             exchange_index,
             link: self.link.as_mut(),
-            host_partial: &mut self.host_partial[exchange_index],
             tree: &self.trees[turn],
             wait_ctx,
             // Reading the clock is cheap compared with a message.
@@ -204,7 +201,6 @@ pub(super) struct SliceExchange<'a> {
     lookahead: Lookahead,
     pub exchange_index: usize,
     pub link: &'a mut dyn HostLink,
-    pub host_partial: &'a mut Aligned,
     pub tree: &'a ReductionTree,
     pub wait_ctx: &'a WaitContext<'a>,
     pub timer: PhaseTimer<'a>,
@@ -317,11 +313,16 @@ impl SliceExchange<'_> {
         unsafe { slice.ops.contribute(&slice.part(piece), &mut self.link.buffers(self.exchange_index).send[at..]) }
     }
 
+    /// This host's partial sums of the range that it completes.
+    pub fn host_partial(&mut self) -> &mut [u8] {
+        self.link.buffers(self.exchange_index).partial
+    }
+
     /// As `contribute_to_send_buffer`, but at the start of the local buffer.
     pub fn contribute_to_local_buffer(&mut self, piece: Range<usize>) -> Result<bool> {
         let slice = self.slice;
         // SAFETY: as above.
-        unsafe { slice.ops.contribute(&slice.part(piece), self.host_partial.as_mut_slice()) }
+        unsafe { slice.ops.contribute(&slice.part(piece), self.host_partial()) }
     }
 
     /// Writes a message with this host's partial sums of `piece` at byte `at` of the send buffer.

@@ -12,7 +12,7 @@ use super::stage::{ExchangeStage, Next};
 use super::tree::Role;
 use crate::collective::partials::Partial;
 use crate::error::Result;
-use crate::transport::HostMessage;
+use crate::transport::{ExchangeBuffers, HostMessage};
 use crate::wire_layout::{HEADER, slice};
 
 /// HostMessage kinds: a folded host's data, the rounds, the reverse rounds, and the result for the folded host.
@@ -134,9 +134,8 @@ impl SliceExchange<'_> {
             let from = if first { upper } else { std::mem::replace(&mut state.at, upper) };
             if state.has_payload() && state.has_data {
                 let len = self.partial_bytes(sent.clone());
-                let SliceExchange { link, host_partial: own, exchange_index, .. } = self;
-                link.buffers(*exchange_index).send[HEADER..HEADER + len]
-                    .copy_from_slice(&own.as_slice()[from..from + len]);
+                let ExchangeBuffers { send, partial, .. } = self.link.buffers(self.exchange_index);
+                send[HEADER..HEADER + len].copy_from_slice(&partial[from..from + len]);
             }
         }
         let message = self.write_header(ROUND + round_kind(round), state, sent);
@@ -165,7 +164,7 @@ impl SliceExchange<'_> {
         }
         let received = self.data(0, &header);
         let out = match state.payload {
-            Payload::Halves => self.host_partial.as_mut_slice()[state.at..].as_mut_ptr(),
+            Payload::Halves => self.host_partial()[state.at..].as_mut_ptr(),
             _ => self.link.buffers(self.exchange_index).send[state.at..].as_mut_ptr(),
         };
         let own: Partial = state.has_data.then_some(out.cast_const());

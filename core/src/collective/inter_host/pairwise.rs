@@ -91,7 +91,7 @@ impl SliceExchange<'_> {
     pub fn finish_scatter(&mut self, has_own: bool) -> Result<Next> {
         let me = self.host();
         let own_piece = self.piece(me);
-        let own: Partial = has_own.then(|| self.host_partial.as_ptr().cast_const());
+        let own: Partial = has_own.then(|| self.host_partial().as_ptr());
         let mut parts = vec![None; self.hosts()];
         parts[me] = own;
         let (len, sends_elements) = (self.partial_bytes(own_piece.clone()), self.sends_elements(own_piece.clone()));
@@ -99,7 +99,7 @@ impl SliceExchange<'_> {
             parts[recv.host] = self.read_matched(recv.bytes.start, SCATTER)?;
             if sends_elements && let Some(elements) = parts[recv.host] {
                 // Behind those of this host.
-                let out = self.host_partial.as_mut_slice()[(number + 1) * len..][..len].as_mut_ptr();
+                let out = self.host_partial()[(number + 1) * len..][..len].as_mut_ptr();
                 // SAFETY: the message has the elements of this piece, and the local buffer is this host's.
                 unsafe { self.slice.ops.partial_of_elements(&self.slice.part(own_piece.clone()), elements, out) };
                 parts[recv.host] = Some(out.cast_const());

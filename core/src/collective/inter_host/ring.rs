@@ -53,7 +53,7 @@ impl SliceExchange<'_> {
             return if round + 1 < 2 * last { self.pass_on(round + 1) } else { Ok(Next::Done(true)) };
         }
         let piece = self.piece(self.ring_piece(round + 1));
-        let own: Partial = has_own.then(|| self.host_partial.as_ptr().cast_const());
+        let own: Partial = has_own.then(|| self.host_partial().as_ptr());
         let received = self.read_matched(0, round_kind(round))?;
         let slice = self.slice;
         if round + 1 == last {

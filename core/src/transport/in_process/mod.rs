@@ -18,7 +18,7 @@ use crate::transport::region_control::RegionControl;
 use crate::transport::shm_region::{Liveness, LocalPeer, RegionLayout, RegionMemory, ShmRegion};
 use crate::transport::spin::MaxSpins;
 use crate::transport::window::window;
-use crate::transport::{ExchangeBuffers, GroupResources, HostLink, HostMessage, MAX_EXCHANGES, NetworkModel, sync};
+use crate::transport::{ExchangeMemory, GroupResources, HostLink, HostMessage, MAX_EXCHANGES, NetworkModel, sync};
 use crate::wire_layout::exchange_buffer_bytes;
 
 /// A region in the heap: the control block, then the memory of all ranks.
@@ -264,9 +264,12 @@ fn all_links(topology: &Topology, channels: usize, slot: usize) -> Vec<Vec<Vec<B
 
 /// The links of one shard and channel, by host.
 fn link_group(hosts: usize, capacity: usize) -> Vec<ThreadLink> {
-    let memory = || Aligned::new(capacity);
-    let exchange = |_| Exchange { send: memory(), recv: memory(), senders: vec![], receivers: vec![], pending: vec![] };
-    let link = |host: usize| ThreadLink { exchanges: [0; MAX_EXCHANGES].map(exchange), random: host as u32 + 1 };
+    let exchange = |_| Exchange { senders: vec![], receivers: vec![], pending: vec![] };
+    let link = |host: usize| ThreadLink {
+        memory: ExchangeMemory::new(capacity),
+        exchanges: [0; MAX_EXCHANGES].map(exchange),
+        random: host as u32 + 1,
+    };
     let mut links: Vec<ThreadLink> = (0..hosts).map(link).collect();
     for exchange in 0..MAX_EXCHANGES {
         for from in 0..hosts {
@@ -282,14 +285,13 @@ fn link_group(hosts: usize, capacity: usize) -> Vec<ThreadLink> {
 
 /// Messages of different exchanges may overtake each other.
 struct ThreadLink {
+    memory: ExchangeMemory,
     exchanges: [Exchange; MAX_EXCHANGES],
     /// The state of a xorshift generator.
     random: u32,
 }
 
 struct Exchange {
-    send: Aligned,
-    recv: Aligned,
     /// By host.
     senders: Vec<Sender<Vec<u8>>>,
     receivers: Vec<Receiver<Vec<u8>>>,
@@ -298,16 +300,16 @@ struct Exchange {
 }
 
 impl HostLink for ThreadLink {
-    fn buffers(&mut self, exchange: usize) -> ExchangeBuffers<'_> {
-        let Exchange { send, recv, .. } = &mut self.exchanges[exchange];
-        ExchangeBuffers { send: send.as_mut_slice(), recv: recv.as_mut_slice() }
+    fn memory(&mut self) -> &mut ExchangeMemory {
+        &mut self.memory
     }
 
     fn start(&mut self, exchange: usize, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()> {
-        let Exchange { send, senders, pending, .. } = &mut self.exchanges[exchange];
+        let send = self.memory.of(exchange).send;
+        let Exchange { senders, pending, .. } = &mut self.exchanges[exchange];
         for HostMessage { host, bytes } in sends {
             // `poll` reports a lost peer.
-            senders[*host].send(send.as_slice()[bytes.clone()].to_vec()).ok();
+            senders[*host].send(send[bytes.clone()].to_vec()).ok();
         }
         pending.extend_from_slice(receives);
         Ok(())
@@ -320,11 +322,11 @@ impl HostLink for ThreadLink {
         let random = self.random;
         let is_late = |index: &usize| random >> index & 1 == 1;
         let exchanges = self.exchanges.iter_mut().enumerate().filter(|(index, _)| !is_late(index));
-        for Exchange { recv, receivers, pending, .. } in exchanges.map(|(_, exchange)| exchange) {
+        for (number, Exchange { receivers, pending, .. }) in exchanges {
             let mut lost = None;
             pending.retain(|HostMessage { host, bytes }| match receivers[*host].try_recv() {
                 Ok(message) => {
-                    recv.as_mut_slice()[bytes.clone()][..message.len()].copy_from_slice(&message);
+                    self.memory.of(number).recv[bytes.clone()][..message.len()].copy_from_slice(&message);
                     completed(*host);
                     false
                 }

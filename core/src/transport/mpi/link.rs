@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use super::comm::{Comm, Request};
 use crate::error::Result;
-use crate::transport::memory::Aligned;
-use crate::transport::{ExchangeBuffers, HostLink, HostMessage, MAX_EXCHANGES};
+use crate::transport::{ExchangeBuffers, ExchangeMemory, HostLink, HostMessage, MAX_EXCHANGES};
 
 /// Exchanges messages with the owners of the same shard on the other hosts.
 pub struct MpiLink {
@@ -15,7 +14,9 @@ pub struct MpiLink {
     tag: usize,
     owners: Vec<usize>,
     hosts: Vec<String>,
-    exchanges: [Exchange; MAX_EXCHANGES],
+    memory: ExchangeMemory,
+    /// By exchange: its messages in flight.
+    in_flight: [usize; MAX_EXCHANGES],
     /// Requests in flight; MPI tests them together.
     requests: Vec<Request>,
     /// By request: its exchange and host.
@@ -25,12 +26,6 @@ pub struct MpiLink {
     broken: bool,
 }
 
-struct Exchange {
-    send: Aligned,
-    recv: Aligned,
-    in_flight: usize,
-}
-
 // SAFETY: any thread may use a request handle (a pointer in some MPI libraries); one thread at a time uses the link.
 unsafe impl Send for MpiLink {}
 
@@ -38,19 +33,19 @@ impl MpiLink {
     /// A link between the ranks `owners` (by host), with `capacity` bytes per exchange and direction. `number`
     /// distinguishes the links of one communicator; `hosts` are display names.
     pub fn new(comm: Arc<Comm>, number: usize, owners: Vec<usize>, hosts: Vec<String>, capacity: usize) -> MpiLink {
-        let memory = || Aligned::new(capacity);
-        let exchanges = [(); MAX_EXCHANGES].map(|()| Exchange { send: memory(), recv: memory(), in_flight: 0 });
+        let (memory, in_flight) = (ExchangeMemory::new(capacity), [0; MAX_EXCHANGES]);
         let (requests, transfers, done) = Default::default();
         let tag = number * MAX_EXCHANGES;
-        MpiLink { comm, tag, owners, hosts, exchanges, requests, transfers, done, broken: false }
+        MpiLink { comm, tag, owners, hosts, memory, in_flight, requests, transfers, done, broken: false }
     }
 
     fn post(&mut self, exchange: usize, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()> {
-        let MpiLink { comm, owners, exchanges, requests, transfers, .. } = self;
+        let MpiLink { comm, owners, memory, in_flight, requests, transfers, .. } = self;
         let tag = self.tag + exchange;
-        let Exchange { send, recv, in_flight } = &mut exchanges[exchange];
+        let ExchangeBuffers { send, recv, .. } = memory.of(exchange);
+        let in_flight = &mut in_flight[exchange];
         for HostMessage { host, bytes } in receives {
-            let buffer = &mut recv.as_mut_slice()[bytes.clone()];
+            let buffer = &mut recv[bytes.clone()];
             // SAFETY: the buffer is not accessed before the request completes, and is leaked if it never does.
             requests.push(unsafe { comm.receive(buffer, owners[*host], tag) }?);
             transfers.push((exchange, *host));
@@ -58,7 +53,7 @@ impl MpiLink {
         }
         for HostMessage { host, bytes } in sends {
             // SAFETY: as above.
-            requests.push(unsafe { comm.send(&send.as_slice()[bytes.clone()], owners[*host], tag) }?);
+            requests.push(unsafe { comm.send(&send[bytes.clone()], owners[*host], tag) }?);
             transfers.push((exchange, *host));
             *in_flight += 1;
         }
@@ -66,7 +61,7 @@ impl MpiLink {
     }
 
     fn test(&mut self, completed: &mut dyn FnMut(usize)) -> Result<()> {
-        let MpiLink { comm, exchanges, requests, transfers, done, .. } = self;
+        let MpiLink { comm, in_flight, requests, transfers, done, .. } = self;
         if requests.is_empty() {
             return Ok(());
         }
@@ -76,7 +71,7 @@ impl MpiLink {
         for index in done.drain(..).rev() {
             requests.swap_remove(index);
             let (exchange, host) = transfers.swap_remove(index);
-            exchanges[exchange].in_flight -= 1;
+            in_flight[exchange] -= 1;
             completed(host);
         }
         Ok(())
@@ -84,9 +79,8 @@ impl MpiLink {
 }
 
 impl HostLink for MpiLink {
-    fn buffers(&mut self, exchange: usize) -> ExchangeBuffers<'_> {
-        let Exchange { send, recv, .. } = &mut self.exchanges[exchange];
-        ExchangeBuffers { send: send.as_mut_slice(), recv: recv.as_mut_slice() }
+    fn memory(&mut self) -> &mut ExchangeMemory {
+        &mut self.memory
     }
 
     fn start(&mut self, exchange: usize, sends: &[HostMessage], receives: &[HostMessage]) -> Result<()> {
@@ -98,7 +92,7 @@ impl HostLink for MpiLink {
     }
 
     fn in_flight(&self, exchange: usize) -> usize {
-        self.exchanges[exchange].in_flight
+        self.in_flight[exchange]
     }
 
     fn awaited(&self) -> Vec<usize> {
@@ -116,11 +110,8 @@ impl HostLink for MpiLink {
 impl Drop for MpiLink {
     fn drop(&mut self) {
         // MPI may still access the buffers of an aborted call.
-        for exchange in &mut self.exchanges {
-            if self.broken || exchange.in_flight > 0 {
-                mem::forget(mem::replace(&mut exchange.send, Aligned::new(0)));
-                mem::forget(mem::replace(&mut exchange.recv, Aligned::new(0)));
-            }
+        if self.broken || !self.requests.is_empty() {
+            mem::forget(mem::replace(&mut self.memory, ExchangeMemory::new(0)));
         }
     }
 }
