@@ -103,7 +103,7 @@ impl Admission {
     /// Checks the program that has connected, as far as that is possible before its handshake.
     ///
     /// # Errors
-    /// [`ErrorKind::PermissionDenied`] with the other user.
+    /// [`ErrorKind::PermissionDenied`] with the other user; [`ErrorKind::NotConnected`] if it has gone.
     pub fn check_caller(self, stream: &TcpStream) -> io::Result<()> {
         self.check(|| peer_user(stream))
     }
@@ -120,10 +120,17 @@ impl Admission {
         if self != Admission::OwnUser {
             return Ok(());
         }
-        let whose = match user()? {
-            Some(user) if user == own_user() => return Ok(()),
-            Some(user) => format!("a program of user {user}"),
-            None => "a program of an unknown user".to_owned(),
+        let whose = match user() {
+            Ok(Some(user)) if user == own_user() => return Ok(()),
+            Ok(Some(user)) => format!("a program of user {user}"),
+            // It may have been one of this user: rank 0 of an earlier job, which ends.
+            Ok(None) => {
+                let text = "no program is listed there: it has just ended, or the kernel lists none, which needs \
+                            DL_COMM_JOB_KEY";
+                return Err(io::Error::new(ErrorKind::NotConnected, text));
+            }
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => format!("a program of unknown user ({error})"),
+            Err(error) => return Err(error),
         };
         Err(io::Error::new(
             ErrorKind::PermissionDenied,
@@ -333,6 +340,17 @@ mod tests {
         let end = pending.next(&listeners, Instant::now() + Duration::from_millis(50)).map(drop).unwrap_err();
         assert_eq!(end.kind(), ErrorKind::TimedOut);
         drop((strangers, silent));
+    }
+
+    #[test]
+    fn a_listener_that_has_gone_is_of_no_other_user() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let caller = dial(&listener);
+        let (served, _) = listener.accept().unwrap();
+        assert!(Admission::OwnUser.check_listener(&caller).is_ok() && Admission::OwnUser.check_caller(&served).is_ok());
+        drop(listener);
+        assert_eq!(Admission::OwnUser.check_listener(&caller).unwrap_err().kind(), ErrorKind::NotConnected);
+        assert!(Admission::Key(7).check_listener(&caller).is_ok());
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! Thread rule: any thread.
 
 use std::fs;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
 
 /// The tables of this network namespace (proc_net(5)).
@@ -12,25 +12,30 @@ const TABLES: [&str; 2] = ["/proc/self/net/tcp", "/proc/self/net/tcp6"];
 /// The user of the program at the other end of `stream`, if that is on this host and still there.
 ///
 /// # Errors
-/// System errors.
+/// [`ErrorKind::PermissionDenied`] if the kernel does not tell; other system errors.
 pub fn peer_user(stream: &TcpStream) -> io::Result<Option<u32>> {
     let [here, there] = [stream.local_addr()?, stream.peer_addr()?].map(plain);
-    Ok(users(|table| find(table, there, here)))
+    first_user(|table| find(table, there, here))
 }
 
 /// As [`peer_user`], for the end that has called connect. A socket that its program has not accepted yet belongs to user
 /// 0 for kernels before 6.16, so this is the user of the socket that listens there.
 ///
 /// # Errors
-/// System errors.
+/// As there.
 pub fn listener_user(stream: &TcpStream) -> io::Result<Option<u32>> {
     let there = plain(stream.peer_addr()?);
-    Ok(users(|table| find_listener(table, there)))
+    first_user(|table| find_listener(table, there))
 }
 
 /// The first user that `find` finds in the tables.
-fn users(find: impl Fn(&str) -> Option<u32>) -> Option<u32> {
-    TABLES.into_iter().find_map(|table| find(&fs::read_to_string(table).ok()?))
+fn first_user(find: impl Fn(&str) -> Option<u32>) -> io::Result<Option<u32>> {
+    // A host may have no IPv6.
+    let tables: Vec<String> = TABLES.into_iter().filter_map(|table| fs::read_to_string(table).ok()).collect();
+    if tables.is_empty() {
+        return Err(io::Error::new(ErrorKind::PermissionDenied, format!("{} cannot be read", TABLES[0])));
+    }
+    Ok(tables.iter().find_map(|table| find(table)))
 }
 
 /// This process's user.

@@ -168,6 +168,22 @@ fn a_client_waits_for_the_server_to_start() {
     });
 }
 
+/// As the listeners of a job that ends, while a rank starts again.
+#[test]
+fn listeners_that_end_at_once_do_not_end_the_search() {
+    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let store = TcpStore::new(vec![address], Admission::OwnUser, 1);
+    thread::scope(|scope| {
+        let connected = scope.spawn(|| within(None, |ctx| store.connect(ctx)));
+        for _ in 0..20 {
+            let listener = TcpListener::bind(address).unwrap();
+            poll_until(&mut [PollFd::new(&listener, PollFlags::IN)], Some(ATTEMPT)).unwrap();
+        }
+        let _served = ServedStore::start(vec![TcpListener::bind(address).unwrap()], 7, Admission::OwnUser).unwrap();
+        assert_eq!(connected.join().unwrap(), Ok(()));
+    });
+}
+
 /// An operation on one of three keys.
 #[derive(Debug, Clone)]
 enum Operation {
