@@ -3,10 +3,12 @@
 //! A host is a set of ranks that can share memory. The data of a host is cut into *shards*, the same on every host. The
 //! owner of shard s is local rank s mod p, where p is the number of ranks on the host: it reduces that slice and exchanges
 //! it with the owners of shard s on the other hosts. A rank of a small host may own several shards, so that the larger
-//! hosts use all of their ranks. Data that belongs to one rank is in the shard l mod shards of its local rank l.
+//! hosts use all of their ranks. On a host with more ranks than shards, local ranks s, s + shards, s + 2 shards and so on
+//! are the *reducers* of shard s, each of a part of its slices. Data that belongs to one rank is in the shard l mod shards of its local rank l.
 
 use std::collections::HashMap;
 use std::hash::Hash;
+use std::iter::StepBy;
 use std::ops::Range;
 
 /// The most shards between hosts: with more, messages become short and many.
@@ -25,6 +27,33 @@ pub struct Topology {
     shard_order: Vec<usize>,
     /// The first index of each shard in `shard_order`, and its length.
     shard_starts: Vec<usize>,
+}
+
+/// Ranks of this host, as local ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LocalRanks {
+    first: usize,
+    end: usize,
+    step: usize,
+}
+
+impl LocalRanks {
+    /// The ranks, ascending.
+    pub fn iter(self) -> StepBy<Range<usize>> {
+        (self.first..self.end).step_by(self.step)
+    }
+
+    /// Their number, if they are the first ones.
+    pub fn count_of_first(self) -> Option<usize> {
+        (self.first == 0 && self.step == 1).then_some(self.end)
+    }
+}
+
+/// The first so many ranks.
+impl From<usize> for LocalRanks {
+    fn from(count: usize) -> LocalRanks {
+        LocalRanks { first: 0, end: count, step: 1 }
+    }
 }
 
 /// The position of a rank.
@@ -168,6 +197,27 @@ impl Topology {
         self.num_shards().min(self.local_size())
     }
 
+    /// The number of ranks of this host that reduce parts of the slices of `shard`: its owner first. Others have the shard
+    /// as theirs, but own none.
+    pub fn num_reducers(&self, shard: usize) -> usize {
+        self.local_size().saturating_sub(shard).div_ceil(self.num_shards()).max(1)
+    }
+
+    /// Reducer `index` of `shard`, as a local rank.
+    pub fn reducer(&self, shard: usize, index: usize) -> usize {
+        shard + index * self.num_shards()
+    }
+
+    /// The reducers of `shard` but its owner.
+    pub fn other_reducers(&self, shard: usize) -> LocalRanks {
+        LocalRanks { first: self.reducer(shard, 1), end: self.local_size(), step: self.num_shards() }
+    }
+
+    /// The shard of which this rank reduces a part, if it has several reducers, and its index among them.
+    pub fn own_part(&self) -> (usize, usize) {
+        (self.local_rank % self.num_shards(), self.local_rank / self.num_shards())
+    }
+
     /// Whether this rank owns shards.
     pub fn owns_shards(&self) -> bool {
         self.local_rank < self.num_owners()
@@ -203,6 +253,16 @@ mod tests {
         assert_eq!((topology.num_shards(), topology.num_owners(), topology.owns_shards()), (16, 16, false));
         assert_eq!((topology.own_shards().count(), topology.position(17).map(|position| position.shard)), (0, Some(1)));
         assert_eq!(Topology::new(0, &[0; 20]).num_shards(), 20);
+        assert_eq!([0, 3, 4, 15].map(|shard| topology.num_reducers(shard)), [2, 2, 1, 1]);
+        assert_eq!((topology.own_part(), topology.reducer(1, 1)), ((1, 1), 17));
+        assert_eq!(topology.other_reducers(1).iter().collect::<Vec<_>>(), [17]);
+        assert_eq!(topology.other_reducers(4).iter().count(), 0);
+        let many = Topology::new(0, &(0..70).map(|rank| rank / 64).collect::<Vec<_>>());
+        assert_eq!(many.other_reducers(2).iter().collect::<Vec<_>>(), [18, 34, 50]);
+        assert_eq!((many.num_reducers(15), many.other_reducers(15).count_of_first()), (4, None));
+        // A rank with several shards reduces each alone.
+        let small = Topology::new(64, &(0..70).map(|rank| rank / 64).collect::<Vec<_>>());
+        assert!((0..16).all(|shard| small.num_reducers(shard) == 1));
     }
 
     #[test]

@@ -8,6 +8,7 @@ mod loom_support;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
+use dl_comm_core::collective::selection::HostLimits;
 use dl_comm_core::collective::{
     ActiveCall, Algorithm, AlgorithmSetting, Call, Channel, ChunkPlan, ChunkSource, Lookahead, NextChunk, Op,
 };
@@ -121,7 +122,7 @@ struct Rank {
 }
 
 /// Ranks 0 and 1 are on one host, rank 2 on another. Under Loom there is one shard, so ranks 0 and 2 exchange messages
-/// while rank 1 waits. Runs `body` on each of them, with lists of floats of these lengths.
+/// while rank 1 waits, unless it reduces a part before. Runs `body` on each of them, with lists of floats of these lengths.
 fn ranks(
     preemptions: usize,
     access: Access,
@@ -167,12 +168,26 @@ fn averages(
     lengths: &'static [usize],
     names: [&'static str; 3],
 ) {
+    averages_with(preemptions, access, algorithm, lengths, names, HostLimits::NONE.owner_alone);
+}
+
+/// As [`averages`]; the owner of the shard reduces up to `owner_alone` bytes alone.
+fn averages_with(
+    preemptions: usize,
+    access: Access,
+    algorithm: Algorithm,
+    lengths: &'static [usize],
+    names: [&'static str; 3],
+    owner_alone: usize,
+) {
     ranks(preemptions, access, algorithm, lengths, move |rank| {
         let &mut Rank { rank, ref topology, ref region, ref mut channel, ref mut floats } = rank;
         for (number, floats) in floats.iter_mut().enumerate() {
             let name = if number == 0 { names[rank] } else { "" };
             floats.fill(|index| value(number, rank, index));
-            let call = call(Op::MEAN, floats.in_place(), name, config(topology, 0));
+            let mut config = config(topology, 0);
+            config.limits.owner_alone = owner_alone;
+            let call = call(Op::MEAN, floats.in_place(), name, config);
             let matches = number > 0 || names == [names[0]; 3];
             assert_eq!(run(channel, &call, region), matches);
             floats.expect(|index| if matches { mean(number, index) } else { value(number, rank, index) });
@@ -312,6 +327,15 @@ fn the_window_wraps() {
 #[test]
 fn tensors_in_peer_memory() {
     averages(1, Access::Peer, Algorithm::Doubling, &[2 * FLOATS, FLOATS], [""; 3]);
+}
+
+/// Rank 1 reduces a part of each slice for rank 0: in the slots, and in the second chunk in place.
+#[test]
+fn a_rank_without_a_shard_reduces_a_part() {
+    averages_with(1, Access::Slots, Algorithm::Doubling, &[FLOATS; 2], [""; 3], 0);
+    averages_with(1, Access::Slots, Algorithm::Pairwise, &[FLOATS], ["a", "b", "a"], 0);
+    averages_with(1, Access::Peer, Algorithm::Doubling, &[2 * FLOATS], [""; 3], 0);
+    averages_with(0, Access::Slots, Algorithm::Doubling, &[5 * FLOATS], [""; 3], 0);
 }
 
 /// A difference within a host, and between hosts. The next call works.

@@ -24,6 +24,7 @@ fn page() -> String {
 
 fn size(bytes: usize) -> String {
     match bytes {
+        bytes if bytes % (1 << 30) == 0 => format!("{} GiB", bytes >> 30),
         bytes if bytes % (1 << 20) == 0 => format!("{} MiB", bytes >> 20),
         bytes => format!("{} KiB", bytes >> 10),
     }
@@ -132,6 +133,70 @@ fn limits_change_no_bits() {
             assert!(bits == *first, "{hosts:?}, {access:?}, {}", selection.text());
         }
     }
+}
+
+/// The sum over all ranks of a list of several types, as the bits of this rank's output.
+fn bits_of_types(rank: &Rank, op: Op, len: usize) -> Vec<u64> {
+    let value = |index: usize| ((index as f64 * 0.7 + rank.rank as f64 * 1e3).sin() * 1e3).round() / 64.0;
+    let mut floats: Vec<f32> = (0..len).map(|index| value(index) as f32).collect();
+    let mut doubles: Vec<f64> = (0..len / 2).map(value).collect();
+    let mut integers: Vec<i64> = (0..len / 3).map(|index| value(index) as i64).collect();
+    // The bits of these are any finite numbers.
+    let mut halves: Vec<u16> = (0..len).map(|index| (index * 7 + rank.rank) as u16 & 0x3bff).collect();
+    let half = Buffer::new(halves.as_ptr().cast(), halves.as_mut_ptr().cast(), len, DType::BF16);
+    let tensors = vec![tensor(&mut floats), tensor(&mut doubles), tensor(&mut integers), Tensor::new(half, &[])];
+    rank.call(op, vec![tensors], "").unwrap();
+    let (floats, doubles) = (floats.iter().map(|&value| value.to_bits().into()), doubles.iter().copied());
+    let integers = integers.iter().map(|&value| value.cast_unsigned());
+    floats.chain(doubles.map(f64::to_bits)).chain(integers).chain(halves.into_iter().map(u64::from)).collect()
+}
+
+/// On hosts with more ranks than shards: 20 and 18 ranks, 16 shards.
+#[test]
+fn ranks_without_a_shard_reduce_parts_and_change_no_bits() {
+    for algorithm in ["doubling", "halving", "pairwise", "ring"] {
+        let results = [Access::Slots, Access::Peer].into_iter().flat_map(|access| {
+            [0, usize::MAX].map(|alone| (access, Selection::default().with(Limit::OwnerAlone, alone)))
+        });
+        let mut first = None;
+        for (access, selection) in results {
+            let algorithm = AlgorithmSetting::parse(algorithm).unwrap();
+            let world = World { access, selection, algorithm, slot: 8 << 10, ..World::new(&[20, 18]) };
+            let bits = world.run(|rank| {
+                let ops = [Op::reduce(ReduceOp::Sum, 19), Op::MEAN, Op::allreduce(ReduceOp::Max)];
+                let calls = ops.into_iter().flat_map(|op| [0, 1, 100, 3000].map(|len| (op, len)));
+                calls.flat_map(|(op, len)| bits_of_types(rank, op, len)).collect::<Vec<_>>()
+            });
+            let first = first.get_or_insert_with(|| bits.clone());
+            assert!(bits == *first, "{algorithm:?}, {access:?}, {}", selection.text());
+        }
+    }
+}
+
+/// A rank that reduces a part raises another flag. Short slices, and types with wider accumulators, have no parts.
+#[test]
+fn ranks_without_a_shard_reduce_parts_of_long_slices() {
+    let world = |alone| {
+        let selection = Selection::default().with(Limit::OwnerAlone, alone);
+        World { selection, slot: 64 << 10, ..World::new(&[20, 18]) }
+    };
+    // Slices of 1 KiB.
+    for (alone, op, flags) in
+        [(1023, Op::MEAN, 3), (1024, Op::MEAN, 2), (1023, Op::reduce(ReduceOp::Min, 0), 3), (0, Op::broadcast(0), 2)]
+    {
+        let found: Vec<u64> = cost(&world(alone), op, 4096).into_iter().map(|[_, flags, _, _]| flags).collect();
+        let expected: Vec<u64> = (0..38)
+            .map(|rank| if [16..20, 36..38].iter().any(|few| few.contains(&rank)) { flags } else { 3 })
+            .collect();
+        assert_eq!(found, expected, "{op:?}, alone up to {alone}");
+    }
+    let flags = world(0).run(|rank| {
+        let mut halves = [0x3c00u16; 4096];
+        let (from, to) = (halves.as_ptr().cast(), halves.as_mut_ptr().cast());
+        rank.average(vec![Tensor::new(Buffer::new(from, to, 4096, DType::F16), &[])]).unwrap();
+        rank.team.group().stats()["shm_flags"].as_u64().unwrap()
+    });
+    assert_eq!((flags[0], flags[16]), (3, 2));
 }
 
 /// The rounds and flags of this rank, its messages and their bytes, of one call.

@@ -258,6 +258,11 @@ impl Call {
             && !self.agrees_on_length()
     }
 
+    /// Between hosts: bytes of a slice that the owner of its shard reduces alone.
+    pub(super) fn owner_alone(&self) -> usize {
+        self.config.limits.owner_alone
+    }
+
     /// Whether between hosts it can begin while calls before it are under way, and they while it is.
     pub fn can_be_concurrent(&self) -> bool {
         !self.agrees_on_length() && self.producer().is_none()

@@ -306,7 +306,7 @@ impl Channel {
     /// On a single host: this rank's shard of a chunk.
     pub(super) fn own_shard(&self, call: &Call, chunk: usize, all_packed: AllPacked) -> ShardView<'_> {
         let (shard, slots) = (self.topology.local_rank(), self.slots(call, chunk, all_packed));
-        ShardView { topology: &self.topology, shard, chunk, slots, result: slots[self.result_rank(shard)] }
+        ShardView { topology: &self.topology, shard, chunk, slots, result: slots[self.result_rank(shard)], parts: 1 }
     }
 
     /// Takes a chunk of a direct call.

@@ -1,31 +1,33 @@
 //! The chunks of calls between hosts: a window of state machines, and the loop that advances them.
 //!
 //! A chunk is packed; when all ranks of the host have packed it, the shard owners reduce their slices, between hosts by
-//! exchanges of messages; when all slices are complete, every rank unpacks. A chunk advances as soon as it can, whatever
-//! the others wait for, but flags are raised in the order of the chunks. The oldest chunk comes first, and new ones last:
-//! a thread that packs or reduces many chunks at once leaves the links idle meanwhile. A thread without work polls,
-//! because messages wake nobody. The chunks are those of one call or of several. On one host there is
-//! [`super::host_chunks`] instead.
+//! exchanges of messages; when all slices are complete, every rank unpacks. On a host with more ranks than shards, all
+//! ranks reduce parts of the slices before the exchange. A chunk advances as soon as it can, whatever the others wait for,
+//! but flags are raised in the order of the chunks. The oldest chunk comes first, and new ones last: a thread that packs or
+//! reduces many chunks at once leaves the links idle meanwhile. A thread without work polls, because messages wake nobody.
+//! The chunks are those of one call or of several. On one host there is [`super::host_chunks`] instead.
 //! Thread rule: as for [`Channel`].
 
 use std::collections::VecDeque;
 
 use smallvec::SmallVec;
 
+use super::call::Call;
 use super::channel::{Channel, ChunkResult, out_of_sync};
 use super::chunk_source::{ActiveCall, ChunkSource, NextChunk};
 use super::in_place::ReducingInPlace;
 use super::inter_host::{HostCalls, InFlightSlice, Slice};
 use super::lookahead::Lookahead;
-use super::partials::{InterHostOps, inter_host_ops};
+use super::partials::{InterHostOps, Piece, inter_host_ops};
 use super::plan::ChunkPlan;
 use super::selection::{MIN_CHUNKS_UNDER_WAY, max_bytes_under_way};
 use super::shard::ShardView;
-use super::wire::shard_range;
+use super::wire::{num_parts, shard_range};
 use crate::error::Result;
 use crate::timings::{Activity, PhaseTimer};
-use crate::transport::rounds::{AllPacked, Awaited, InRound, Packed, Reduced};
+use crate::transport::rounds::{AllPacked, Awaited, InRound, Packed, Reduced, Rounds};
 use crate::transport::{HostLink, HostWait, SlotContent, WaitContext, check_hosts};
+use crate::wire_layout::slice;
 
 /// A chunk under way.
 struct ChunkTask {
@@ -44,6 +46,8 @@ struct ChunkTask {
     others_in_place: Option<bool>,
     /// What is known of the calls of all ranks.
     calls: HostCalls,
+    /// In so many parts reducers of this rank's shard reduce its slice; 1: the owner does it alone.
+    parts: usize,
     /// Between hosts: the slices of this rank's shards; `None` once they are complete.
     slices: SmallVec<[Option<InFlightSlice>; 1]>,
 }
@@ -53,6 +57,8 @@ struct ChunkTask {
 enum ChunkStage {
     /// All ranks of the host to pack it.
     Packed(Packed),
+    /// The other reducers of this rank's shard.
+    InParts(AllPacked),
     /// Messages of other hosts.
     Exchanging(AllPacked),
     /// The chunks before it: the slices of this rank are complete.
@@ -68,10 +74,11 @@ impl ChunkStage {
     fn number(self) -> u8 {
         match self {
             ChunkStage::Packed(_) => 0,
-            ChunkStage::Exchanging(_) => 1,
-            ChunkStage::Complete(_) => 2,
-            ChunkStage::Reduced(_) => 3,
-            ChunkStage::Ended(_) => 4,
+            ChunkStage::InParts(_) => 1,
+            ChunkStage::Exchanging(_) => 2,
+            ChunkStage::Complete(_) => 3,
+            ChunkStage::Reduced(_) => 4,
+            ChunkStage::Ended(_) => 5,
         }
     }
 }
@@ -132,9 +139,20 @@ impl Channel {
             let active = source.call(call);
             let stage = ChunkStage::Packed(self.pack(&active, chunk, open)?);
             let (plan, calls, slices) = (active.plan, HostCalls::default(), SmallVec::new());
-            let others_in_place = None;
-            let task =
-                ChunkTask { call, chunk, bytes, is_first, compares, plan, stage, others_in_place, calls, slices };
+            let (others_in_place, parts) = (None, 1);
+            let task = ChunkTask {
+                call,
+                chunk,
+                bytes,
+                is_first,
+                compares,
+                plan,
+                stage,
+                others_in_place,
+                calls,
+                parts,
+                slices,
+            };
             tasks.push_back(task);
             return Ok(true);
         }
@@ -168,6 +186,7 @@ impl Channel {
             // The chunk that could not begin.
             None => Some(self.rounds.awaited_slot()),
             Some(ChunkStage::Packed(packed)) => Some(packed.awaited(&self.rounds)),
+            Some(ChunkStage::InParts(all_packed)) => Some(self.awaited_reducers(all_packed)),
             Some(ChunkStage::Reduced(reduced)) => Some(reduced.awaited(self.topology.num_owners())),
             Some(ChunkStage::Exchanging(_) | ChunkStage::Complete(_) | ChunkStage::Ended(_)) => None,
         };
@@ -196,6 +215,12 @@ impl Channel {
                 ChunkStage::Exchanging(all_packed) => self.exchange_slices(active, task, all_packed)?,
                 stage if stage.number() >= previous => None,
                 ChunkStage::Packed(packed) => self.start_reduction(active, task, packed)?,
+                ChunkStage::InParts(all_packed) => {
+                    match self.awaited_reducers(all_packed).is_reached(self.rounds.shm()) {
+                        true => Some(self.start_exchanges(active, task, all_packed)?),
+                        false => None,
+                    }
+                }
                 ChunkStage::Complete(all_packed) => Some(self.post_reduced(task, all_packed, &active.wait_ctx)),
                 ChunkStage::Reduced(reduced) => self.take_results(active, task, reduced),
                 ChunkStage::Ended(_) => None,
@@ -207,31 +232,75 @@ impl Channel {
         }
     }
 
-    /// Once all ranks of the host have packed: starts to exchange this rank's slices.
+    /// Once all ranks of the host have packed: reduces this rank's part of a slice, or starts to exchange its slices.
     fn start_reduction(
         &mut self,
         active: &ActiveCall<'_>,
         task: &mut ChunkTask,
         packed: Packed,
     ) -> Result<Option<ChunkStage>> {
-        let &mut ChunkTask { chunk, is_first, compares, .. } = task;
+        let &mut ChunkTask { chunk, is_first, .. } = task;
         let Some(all_packed) = packed.try_all(&self.rounds) else { return Ok(None) };
         task.calls.agreed = all_packed.same_signatures(&self.rounds);
         task.calls.lookahead = Lookahead(all_packed.common_lookahead(&self.rounds));
         if is_first && self.topology.local_size() > 1 {
             task.others_in_place = Some(all_packed.contents(&self.rounds).are_all(SlotContent::PeerMemory));
         }
+        let (shard, _) = self.topology.own_part();
+        if task.calls.agreed {
+            task.parts = num_parts(&self.topology, active.call, chunk, shard);
+        }
+        if task.parts > 1 {
+            self.reduce_part(active, task, all_packed)?;
+        }
+        Ok(Some(match (self.topology.owns_shards(), task.parts) {
+            (true, 1) => self.start_exchanges(active, task, all_packed)?,
+            (true, _) => ChunkStage::InParts(all_packed),
+            (false, 1) => ChunkStage::Reduced(all_packed.reduces_nothing()),
+            (false, _) => {
+                active.wait_ctx.log().flag();
+                ChunkStage::Reduced(all_packed.post_reduced(&self.rounds))
+            }
+        }))
+    }
+
+    /// Reduces this rank's part of a slice.
+    fn reduce_part(&self, active: &ActiveCall<'_>, task: &ChunkTask, all_packed: AllPacked) -> Result<()> {
+        let (&ActiveCall { call, wait_ctx, .. }, topology) = (active, &*self.topology);
+        let (number, index) = topology.own_part();
+        let bytes = slice(shard_range(topology, call, task.chunk, number), index, task.parts);
+        let mut timer = PhaseTimer::start(wait_ctx.log(), bytes.len());
+        let (chunk, parts, slots) = (task.chunk, task.parts, self.rounds.slots(all_packed, 0));
+        let shard = ShardView { topology, shard: number, chunk, slots, result: slots[topology.local_rank()], parts };
+        let in_place = in_place(&self.rounds, active);
+        let piece = Piece { call, shard: &shard, bytes };
+        // SAFETY: all ranks have packed, and no other reducer accesses this part.
+        unsafe { operations(&in_place, call).reduce_part(&piece) }?;
+        timer.end(Activity::Reduce);
+        Ok(())
+    }
+
+    /// What comes before the exchange of a slice that reducers reduce in parts.
+    fn awaited_reducers(&self, all_packed: AllPacked) -> Awaited {
+        all_packed.awaited_reducers(self.topology.other_reducers(self.topology.own_part().0))
+    }
+
+    /// Starts to exchange this rank's slices.
+    fn start_exchanges(
+        &mut self,
+        active: &ActiveCall<'_>,
+        task: &mut ChunkTask,
+        all_packed: AllPacked,
+    ) -> Result<ChunkStage> {
         for index in 0..self.inter_host.len() {
-            let calls = task.calls;
-            let started = self.with_slice(active, all_packed, chunk, index, |inter_host, slice| {
-                inter_host.start(slice, !compares, calls, &active.wait_ctx)
-            })?;
+            let (calls, compares) = (task.calls, task.compares);
+            let started =
+                self.with_slice(active, all_packed, (task.chunk, task.parts), index, |inter_host, slice| {
+                    inter_host.start(slice, !compares, calls, &active.wait_ctx)
+                })?;
             task.slices.push(Some(started));
         }
-        Ok(Some(match self.topology.owns_shards() {
-            true => ChunkStage::Exchanging(all_packed),
-            false => ChunkStage::Reduced(all_packed.has_no_shard()),
-        }))
+        Ok(ChunkStage::Exchanging(all_packed))
     }
 
     /// Continues the exchanges of this rank's slices.
@@ -241,10 +310,10 @@ impl Channel {
         task: &mut ChunkTask,
         all_packed: AllPacked,
     ) -> Result<Option<ChunkStage>> {
-        let chunk = task.chunk;
+        let (chunk, parts) = (task.chunk, task.parts);
         for (index, in_flight) in task.slices.iter_mut().enumerate() {
             let Some(state) = in_flight else { continue };
-            let done = self.with_slice(active, all_packed, chunk, index, |inter_host, slice| {
+            let done = self.with_slice(active, all_packed, (chunk, parts), index, |inter_host, slice| {
                 inter_host.advance(slice, state, &active.wait_ctx)
             })?;
             if let Some(agreed) = done {
@@ -261,21 +330,19 @@ impl Channel {
         &mut self,
         active: &ActiveCall<'_>,
         all_packed: AllPacked,
-        chunk: usize,
+        (chunk, parts): (usize, usize),
         index: usize,
         work: impl FnOnce(&mut super::InterHost, &Slice<'_>) -> Result<T>,
     ) -> Result<T> {
         let &ActiveCall { call, plan, .. } = active;
         let inter_host = &mut self.inter_host[index];
-        let (topology, shard) = (&*self.topology, inter_host.shard);
-        let (bytes, slots) = (shard_range(topology, call, chunk, shard), self.rounds.slots(all_packed, 0));
+        let bytes = shard_range(&self.topology, call, chunk, inter_host.shard);
         let round = all_packed.round().number();
-        let in_place = self.rounds.shm().region().peer_memory().filter(|_| plan.zero_copy).map(ReducingInPlace);
-        let ops: &dyn InterHostOps = match &in_place {
-            Some(in_place) => in_place,
-            None => inter_host_ops(call),
-        };
-        let shard = ShardView { topology, shard, chunk, slots, result: slots[topology.local_rank()] };
+        let in_place = in_place(&self.rounds, active);
+        let ops = operations(&in_place, call);
+        let slots = self.rounds.slots(all_packed, 0);
+        let result = slots[self.topology.local_rank()];
+        let shard = ShardView { topology: &self.topology, shard: inter_host.shard, chunk, slots, result, parts };
         let block_len = plan.chunk_len(call, chunk);
         work(inter_host, &Slice { ops, call, shard, bytes, block_len, round })
     }
@@ -302,5 +369,18 @@ impl Channel {
         wait_ctx.log().flag();
         timer.end(Activity::Copy);
         Some(ChunkStage::Ended(agreed))
+    }
+}
+
+/// The operations on tensors in peer memory, if a chunk of this call is in place.
+fn in_place<'a>(rounds: &'a Rounds, active: &ActiveCall<'_>) -> Option<ReducingInPlace<'a>> {
+    rounds.shm().region().peer_memory().filter(|_| active.plan.zero_copy).map(ReducingInPlace)
+}
+
+/// Those of a chunk.
+fn operations<'a>(in_place: &'a Option<ReducingInPlace<'a>>, call: &Call) -> &'a dyn InterHostOps {
+    match in_place {
+        Some(in_place) => in_place,
+        None => inter_host_ops(call),
     }
 }

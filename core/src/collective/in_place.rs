@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use super::partials::{InterHostOps, Partial, Piece, Reducing};
+use super::partials::{InterHostOps, Partial, Piece, Reducing, reduce_host};
 use super::shard::PerRank;
 use super::zero_copy::{self, Side};
 use crate::error::Result;
@@ -78,20 +78,38 @@ impl ReducingInPlace<'_> {
     }
 }
 
+fn sources(tensors: &[*mut u8]) -> PerRank<*const u8> {
+    tensors.iter().map(|tensor| tensor.cast_const()).collect()
+}
+
 impl InterHostOps for ReducingInPlace<'_> {
     fn partial_bytes(&self, piece: &Piece<'_>) -> usize {
         Reducing.partial_bytes(piece)
     }
 
-    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool> {
-        self.for_tensors(piece, Side::Source, |tensors, part| {
-            let sources: PerRank<*const u8> = tensors.iter().map(|tensor| tensor.cast_const()).collect();
-            sources.iter().for_each(|&source| sync::check_read(source, part.len()));
-            let acc = out[part.at..part.at + part.count * part.reduction.acc_size()].as_mut_ptr();
-            // SAFETY: this shard owns the piece of all tensors; slicing checks that the accumulators fit.
-            unsafe { part.reduction.partial(&sources, acc, part.count) };
-        })?;
+    unsafe fn contribute(&self, piece: &Piece<'_>, mut out: &mut [u8]) -> Result<bool> {
+        for (reducer, piece) in piece.by_reducer() {
+            let side = if reducer.is_some() { Side::Destination } else { Side::Source };
+            self.for_tensors(&piece, side, |tensors, part| {
+                let acc = out[part.at..part.at + part.count * part.reduction.acc_size()].as_mut_ptr();
+                // SAFETY: this shard owns the piece of all tensors; slicing checks that the accumulators fit.
+                unsafe { reduce_host(part.reduction, part.count, &sources(tensors), reducer, acc) };
+            })?;
+            out = &mut out[self.partial_bytes(&piece)..];
+        }
         Ok(true)
+    }
+
+    unsafe fn reduce_part(&self, piece: &Piece<'_>) -> Result<()> {
+        let (me, mut results) = (piece.shard.topology.local_rank(), Vec::new());
+        self.for_tensors(piece, Side::Destination, |tensors, _| results.push(tensors[me]))?;
+        let mut results = results.into_iter();
+        self.for_tensors(piece, Side::Source, |tensors, part| {
+            let Some(acc) = results.next() else { return };
+            sync::check_write(acc, part.len());
+            // SAFETY: this rank owns the piece of all tensors.
+            unsafe { reduce_host(part.reduction, part.count, &sources(tensors), None, acc) };
+        })
     }
 
     fn has_elements(&self) -> bool {

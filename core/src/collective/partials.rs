@@ -7,11 +7,11 @@ use std::ptr;
 
 use super::call::Call;
 use super::shard::{PerRank, ShardView};
-use super::wire::runs;
-use crate::error::Result;
+use super::wire::{runs, shard_range};
+use crate::error::{Error, Result};
 use crate::reduce::Reduction;
 use crate::transport::sync;
-use crate::wire_layout::{ALIGN, DtypeRun};
+use crate::wire_layout::{ALIGN, DtypeRun, slice};
 
 /// Partial results of a piece, if the hosts have data.
 pub(crate) type Partial = Option<*const u8>;
@@ -34,6 +34,19 @@ impl Piece<'_> {
     pub(super) fn parts(&self) -> impl Iterator<Item = PartialRange> + '_ {
         parts(self.call, self.shard, self.bytes.clone())
     }
+
+    /// The piece, cut where reducers have reduced the slice for the host: each as a local rank, if there are any.
+    pub(super) fn by_reducer(&self) -> impl Iterator<Item = (Option<usize>, Piece<'_>)> {
+        let &Piece { call, shard, ref bytes } = self;
+        let &ShardView { topology, shard: number, chunk, parts, .. } = shard;
+        let whole = if parts == 1 { bytes.clone() } else { shard_range(topology, call, chunk, number) };
+        (0..parts).filter_map(move |index| {
+            let part = slice(whole.clone(), index, parts);
+            let bytes = part.start.max(bytes.start)..part.end.min(bytes.end);
+            let reducer = (parts > 1).then(|| topology.reducer(number, index));
+            (!bytes.is_empty()).then_some((reducer, Piece { call, shard, bytes }))
+        })
+    }
 }
 
 /// The operations of a collective between hosts.
@@ -49,6 +62,18 @@ pub(crate) trait InterHostOps: Sync {
     /// # Safety
     /// This shard owns the slice of all slots that contains `piece`.
     unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool>;
+
+    /// Reduces `piece` of all ranks of this host, and leaves the partial results where this rank's elements were, or will
+    /// have its result: there `contribute` finds them.
+    ///
+    /// # Errors
+    /// As for `contribute`; [`Error::Internal`] for operations without parts.
+    ///
+    /// # Safety
+    /// This rank owns `piece` of all slots, which is of its part of the slice; accumulators are no wider than elements.
+    unsafe fn reduce_part(&self, piece: &Piece<'_>) -> Result<()> {
+        Err(Error::Internal(format!("only the owner of a shard reduces {}", piece.call.full_name())))
+    }
 
     /// Whether `read_elements` has what `contribute` adds up. The same on all hosts.
     fn has_elements(&self) -> bool {
@@ -175,6 +200,30 @@ pub(super) fn parts<'a>(
     })
 }
 
+/// Writes the partial results of `count` elements at `sources`, by local rank, to `acc`. If `reducer` has reduced them, they
+/// are at its source.
+///
+/// # Safety
+/// As for [`Reduction::partial`]; with a reducer, `acc` is no source, and accumulators are no wider than elements.
+pub(super) unsafe fn reduce_host(
+    reduction: Reduction,
+    count: usize,
+    sources: &[*const u8],
+    reducer: Option<usize>,
+    acc: *mut u8,
+) {
+    let (all, len) = (0..sources.len(), count * reduction.wire_size());
+    let read = &sources[reducer.map_or(all, |rank| rank..rank + 1)];
+    read.iter().for_each(|&source| sync::check_read(source, len));
+    // SAFETY: the caller's promise.
+    unsafe {
+        match reducer {
+            Some(_) => read[0].copy_to_nonoverlapping(acc, len),
+            None => reduction.partial(read, acc, count),
+        }
+    }
+}
+
 /// Reduces the ranks of a host, then the hosts.
 pub(super) struct Reducing;
 
@@ -187,15 +236,27 @@ impl InterHostOps for Reducing {
         true
     }
 
-    unsafe fn contribute(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<bool> {
-        for part in piece.parts() {
-            let acc = out[part.at..part.end()].as_mut_ptr();
-            let sources = piece.shard.sources(part.wire);
-            sources.iter().for_each(|&source| sync::check_read(source, part.count * part.reduction.wire_size()));
-            // SAFETY: this shard owns the piece of all slots; slicing checks that the accumulators fit.
-            unsafe { part.reduction.partial(&sources, acc, part.count) };
+    unsafe fn contribute(&self, piece: &Piece<'_>, mut out: &mut [u8]) -> Result<bool> {
+        for (reducer, piece) in piece.by_reducer() {
+            for part in piece.parts() {
+                let acc = out[part.at..part.end()].as_mut_ptr();
+                // SAFETY: this shard owns the piece of all slots; slicing checks that the accumulators fit.
+                unsafe { reduce_host(part.reduction, part.count, &piece.shard.sources(part.wire), reducer, acc) };
+            }
+            out = &mut out[self.partial_bytes(&piece)..];
         }
         Ok(true)
+    }
+
+    unsafe fn reduce_part(&self, piece: &Piece<'_>) -> Result<()> {
+        let me = piece.shard.topology.local_rank();
+        for part in piece.parts() {
+            let (sources, acc) = (piece.shard.sources(part.wire), piece.shard.slots[me].wrapping_add(part.wire));
+            sync::check_write(acc, part.count * part.reduction.wire_size());
+            // SAFETY: this rank owns the piece of all slots.
+            unsafe { reduce_host(part.reduction, part.count, &sources, None, acc) };
+        }
+        Ok(())
     }
 
     unsafe fn add_partials(&self, piece: &Piece<'_>, low: Partial, high: Partial, out: *mut u8) {

@@ -40,6 +40,10 @@ pub enum Limit {
     NcclFused,
     /// Started allreduces that travel together between hosts.
     HostsFused,
+    /// Slices that the owner of a shard reduces alone, on hosts with more ranks than shards.
+    OwnerAlone,
+    /// The same where ranks share processors: others are no faster together.
+    OwnerAloneSharedCpus,
     /// Ranks of a host that read each other's flags; on larger hosts notices take a tree.
     NoticesFlat,
     /// The same where ranks share processors: a rank that passes a notice on must first get one.
@@ -79,6 +83,9 @@ const MOVE_MEASURED: &str = "copies or direct copies, as measured";
 const ONE_ROUND: &str = "one round";
 const SLICES: &str = "slices, or in place";
 const SLOTS: &str = "slots, or in place";
+const SLICE: &str = "bytes of a shard's slice";
+const ALONE: &str = "the owner of the shard reduces it";
+const PARTS: &str = "ranks without a shard reduce parts of it";
 /// The limits of these rows are no bytes.
 pub const RANKS: &str = "ranks of the host";
 const ALL_FLAGS: &str = "each rank reads those of all";
@@ -86,7 +93,7 @@ const FLAGS_IN_TREE: &str = "in a tree";
 
 /// The table, in the order of [`Limit`].
 #[rustfmt::skip]
-pub static ROWS: [Row; 14] = [
+pub static ROWS: [Row; 16] = [
     row(Limit::ReduceMeasured, "reduce.measured", REDUCE, READ, 8 << 10, true, UNMEASURED, REDUCE_MEASURED),
     row(Limit::ReduceOneRound, "reduce.one_round", REDUCE, READ, 128 << 10, true, ONE_ROUND, SLICES),
     row(Limit::ReduceOneRoundSharedCpus, "reduce.one_round_shared_cpus", "the same, if ranks share processors", READ,
@@ -103,6 +110,10 @@ pub static ROWS: [Row; 14] = [
         "packed together, if more than 4", "one by one"),
     row(Limit::HostsFused, "hosts.fused", "allreduces between hosts that are started without waiting",
         "bytes of neighbours with one operator", 64 << 10, true, "in one message", "in several"),
+    row(Limit::OwnerAlone, "hosts.owner_alone", "allreduce, reduce between hosts of more than 16 ranks", SLICE, 4 << 10, true,
+        ALONE, PARTS),
+    row(Limit::OwnerAloneSharedCpus, "hosts.owner_alone_shared_cpus", "the same, if ranks share processors", SLICE,
+        MAX_BYTES, true, ALONE, PARTS),
     row(Limit::NoticesFlat, "notices.flat", "flags on a host", RANKS, 15, true, ALL_FLAGS, FLAGS_IN_TREE),
     row(Limit::NoticesFlatSharedCpus, "notices.flat_shared_cpus", "the same, if ranks share processors", RANKS, 1 << 20, true,
         ALL_FLAGS, FLAGS_IN_TREE),
@@ -190,7 +201,8 @@ impl Selection {
         let GroupShape { hosts, ranks, channels, slot, cpus_per_rank, keeps_bits } = group;
         if hosts > 1 {
             let fused = if keeps_bits { self.limit(Limit::HostsFused) } else { 0 };
-            return HostLimits { fused, ..HostLimits::NONE };
+            let alone = if cpus_per_rank == 0 { Limit::OwnerAloneSharedCpus } else { Limit::OwnerAlone };
+            return HostLimits { fused, owner_alone: self.limit(alone), ..HostLimits::NONE };
         }
         // With more channels the limits are lower, because several threads could share a larger call.
         let read = |limit| self.limit(limit) / ranks.saturating_sub(1).max(1) / channels;
@@ -205,7 +217,7 @@ impl Selection {
             reduce_scatters: limits(self.limit(Limit::ReduceScatterOneRound) / ranks, None),
             broadcasts: limits(self.limit(Limit::BroadcastOneRound), Some(self.limit(Limit::BroadcastMeasured))),
             blocks: limits(self.limit(Limit::BlocksOneRound) / ranks, Some(self.limit(Limit::BlocksMeasured))),
-            fused: 0,
+            ..HostLimits::NONE
         }
     }
 }
@@ -247,13 +259,16 @@ pub struct HostLimits {
     pub blocks: PathLimits,
     /// Between hosts: bytes of started allreduces that travel together.
     pub fused: usize,
+    /// Between hosts: bytes of a slice that the owner of its shard reduces alone.
+    pub owner_alone: usize,
 }
 
 impl HostLimits {
-    /// Between hosts: no call takes one round, and nothing is measured.
+    /// Between hosts: no call takes one round, nothing is measured, and only owners of shards reduce.
     pub const NONE: HostLimits = {
         let none = PathLimits { one_round: None, measured: None };
-        HostLimits { reductions: none, reduce_scatters: none, broadcasts: none, blocks: none, fused: 0 }
+        let (fused, owner_alone) = (0, MAX_BYTES);
+        HostLimits { reductions: none, reduce_scatters: none, broadcasts: none, blocks: none, fused, owner_alone }
     };
 
     /// Those of the calls of `op`.

@@ -19,6 +19,8 @@ pub(crate) struct ShardView<'a> {
     pub slots: &'a [*mut u8],
     /// Where the shard's owner completes its slice: an address for the offset 0 of a slot.
     pub result: *mut u8,
+    /// In so many parts reducers of the shard have reduced its slice for the host; 1: nobody has.
+    pub parts: usize,
 }
 
 impl ShardView<'_> {

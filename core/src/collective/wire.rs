@@ -18,6 +18,22 @@ pub(super) fn shard_range(topology: &Topology, call: &Call, chunk: usize, shard:
     }
 }
 
+/// The number of reducers of the slice of `shard` on this host. Short slices have one, and those with accumulators that are
+/// wider than elements: other reducers leave partial results in the place of elements.
+pub(super) fn num_parts(topology: &Topology, call: &Call, chunk: usize, shard: usize) -> usize {
+    let reducers = topology.num_reducers(shard);
+    if reducers == 1 || call.op.pattern() != Pattern::Line || !call.op.collective.reduces {
+        return 1;
+    }
+    let bytes = shard_range(topology, call, chunk, shard);
+    let is_wider = |run: DtypeRun| {
+        let reduction = call.reduction(run.dtype);
+        reduction.acc_size() > reduction.wire_size()
+    };
+    let alone = bytes.len() <= call.owner_alone() || runs(call, topology, shard, chunk, bytes).any(is_wider);
+    if alone { 1 } else { reducers }
+}
+
 /// The piece of a shard's slice `bytes` that belongs to `host`: an equal part of the line, or the blocks of its ranks.
 pub(super) fn host_piece(
     topology: &Topology,

@@ -6,8 +6,8 @@
 //!
 //! While a round is [`Open`], this rank owns its slot: it packs, and posts what the others need to know of its call.
 //! Once it is [`Packed`], it waits for the others. When [`AllPacked`] exists, all of the host's ranks have posted:
-//! their slots and what they have posted may be read, and each shard owner reduces its slices. [`Reduced`]: this rank's
-//! slices are complete. [`AllReduced`]: all slices are; every rank takes the results, and ends the round. A round may
+//! their slots and what they have posted may be read, and each shard owner reduces its slices. Other ranks may reduce parts
+//! of them before. [`Reduced`]: this rank's slices are complete. [`AllReduced`]: all slices are; every rank takes the results, and ends the round. A round may
 //! also end once all have packed: if every rank takes what it needs from the slots, or if the calls differ.
 //!
 //! The window of slots, the flags and their order are those of [`super::shm_channel`].
@@ -21,6 +21,7 @@ use super::shm_channel::{PathNote, Phase, ShmChannel, SlotContent, SlotContents}
 use super::wait_context::WaitContext;
 use super::window::SMALL_WINDOW;
 use crate::error::Result;
+use crate::topology::LocalRanks;
 
 /// A round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,8 +82,7 @@ impl Round {
 pub struct Awaited {
     phase: Phase,
     number: u32,
-    /// So many local ranks.
-    ranks: usize,
+    ranks: LocalRanks,
 }
 
 /// The rounds of a channel.
@@ -193,7 +193,7 @@ impl Rounds {
 
     fn awaited_unpacked(&self, window: u32) -> Awaited {
         let (number, ranks) = (self.next().wrapping_sub(window), self.ranks());
-        Awaited { phase: Phase::Unpacked, number, ranks }
+        Awaited { phase: Phase::Unpacked, number, ranks: ranks.into() }
     }
 
     fn wait_until_freed(&mut self, awaited: Awaited, wait_ctx: &WaitContext<'_>) -> Result<()> {
@@ -274,7 +274,7 @@ impl Open {
 impl Packed {
     /// What comes before [`AllPacked`].
     pub fn awaited(self, rounds: &Rounds) -> Awaited {
-        Awaited { phase: Phase::Packed, number: self.0.number, ranks: rounds.ranks() }
+        Awaited { phase: Phase::Packed, number: self.0.number, ranks: rounds.ranks().into() }
     }
 
     /// Waits until all ranks of the host have packed.
@@ -322,7 +322,12 @@ impl AllPacked {
         rounds.shm.path_note(self.0.number)
     }
 
-    /// Shows the other ranks that this rank's slices are complete.
+    /// What comes before the owner of a shard exchanges a slice of which `others` reduce parts.
+    pub fn awaited_reducers(self, others: LocalRanks) -> Awaited {
+        Awaited { phase: Phase::Reduced, number: self.0.number, ranks: others }
+    }
+
+    /// Shows the other ranks that this rank's slices are complete; if it owns no shard, its owner that a part is reduced.
     pub fn post_reduced(self, rounds: &Rounds) -> Reduced {
         rounds.shm.raise(Phase::Reduced, self.0.number);
         Reduced(self.0)
@@ -335,8 +340,8 @@ impl AllPacked {
         self.post_reduced(rounds)
     }
 
-    /// For a rank that owns no shard.
-    pub fn has_no_shard(self) -> Reduced {
+    /// For a rank that reduces nothing.
+    pub fn reduces_nothing(self) -> Reduced {
         Reduced(self.0)
     }
 
@@ -356,7 +361,7 @@ impl AllPacked {
 impl Reduced {
     /// What comes before [`AllReduced`]: `owners` local ranks own shards.
     pub fn awaited(self, owners: usize) -> Awaited {
-        Awaited { phase: Phase::Reduced, number: self.0.number, ranks: owners }
+        Awaited { phase: Phase::Reduced, number: self.0.number, ranks: owners.into() }
     }
 
     /// Waits until all owners have reduced their slices.

@@ -28,6 +28,7 @@ use super::wait_context::WaitContext;
 use super::window::{MAX_WINDOW, SMALL_WINDOW};
 use crate::error::{Error, Result};
 use crate::timings::WaitTarget;
+use crate::topology::LocalRanks;
 
 /// A rank waits this much longer for a shard owner than the owner waits for others.
 const OWNER_GRACE: Duration = Duration::from_millis(200);
@@ -150,8 +151,8 @@ impl ShmChannel {
                 return Ok(());
             }
             let from = Instant::now();
-            let result =
-                flag.sleep(OPENED, &mut || self.check_wait(Phase::Opened, OPENED, region.layout.ranks, wait_ctx));
+            let result = flag
+                .sleep(OPENED, &mut || self.check_wait(Phase::Opened, OPENED, region.layout.ranks.into(), wait_ctx));
             wait_ctx.log().waited(region.peers[rank].rank, from, Instant::now());
             result
         })?;
@@ -311,15 +312,23 @@ impl ShmChannel {
         self.flag(self.region.me, phase).raised()
     }
 
-    /// Waits until the first `ranks` local ranks have reached round `round` in `phase`.
+    /// Waits until `ranks` have reached round `round` in `phase`.
     ///
     /// # Errors
     /// Errors of the wait context; [`Error::PeerLost`] when one of the ranks was lost.
-    pub fn wait(&self, phase: Phase, round: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
-        if self.tree.is_tree && self.wait_in_tree(phase, round, ranks, wait_ctx) {
+    pub fn wait(
+        &self,
+        phase: Phase,
+        round: u32,
+        ranks: impl Into<LocalRanks>,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<()> {
+        let ranks = ranks.into();
+        let in_tree = self.in_tree(ranks);
+        if in_tree.is_some_and(|ranks| self.wait_in_tree(phase, round, ranks, wait_ctx)) {
             return Ok(());
         }
-        for rank in 0..ranks {
+        for rank in ranks.iter() {
             let flag = self.flag(rank, phase);
             if flag.reached(round) {
                 continue;
@@ -335,24 +344,30 @@ impl ShmChannel {
             wait_ctx.log().waited(self.region.peers[rank].rank, from, now);
             result?;
         }
-        if self.tree.is_tree {
+        if let Some(ranks) = in_tree {
             self.adopt(phase, round, ranks);
         }
         Ok(())
     }
 
-    /// Whether the first `ranks` local ranks have reached round `round` in `phase`.
-    pub(super) fn all_reached(&self, phase: Phase, round: u32, ranks: usize) -> bool {
-        if self.tree.is_tree {
-            return self.all_reached_in_tree(phase, round, ranks);
-        }
-        (0..ranks).all(|rank| self.flag(rank, phase).reached(round))
+    /// The number of `ranks`, if their notices take a tree: those of the first ranks of a large host do.
+    fn in_tree(&self, ranks: LocalRanks) -> Option<usize> {
+        ranks.count_of_first().filter(|_| self.tree.is_tree)
     }
 
-    /// The first of the first `ranks` local ranks that has not reached round `round` in `phase`, as its rank in the
-    /// group.
-    pub(super) fn first_pending(&self, phase: Phase, round: u32, ranks: usize) -> Option<usize> {
-        (0..ranks).find(|&rank| !self.flag(rank, phase).reached(round)).map(|rank| self.region.peers[rank].rank)
+    /// Whether `ranks` have reached round `round` in `phase`.
+    pub(super) fn all_reached(&self, phase: Phase, round: u32, ranks: impl Into<LocalRanks>) -> bool {
+        let ranks = ranks.into();
+        match self.in_tree(ranks) {
+            Some(ranks) => self.all_reached_in_tree(phase, round, ranks),
+            None => ranks.iter().all(|rank| self.flag(rank, phase).reached(round)),
+        }
+    }
+
+    /// The first of `ranks` that has not reached round `round` in `phase`, as its rank in the group.
+    pub(super) fn first_pending(&self, phase: Phase, round: u32, ranks: LocalRanks) -> Option<usize> {
+        let pending = ranks.iter().find(|&rank| !self.flag(rank, phase).reached(round));
+        pending.map(|rank| self.region.peers[rank].rank)
     }
 
     /// Spins until `flag` reaches `round` or the spins are used up; see [`Flag::spin`].
@@ -449,15 +464,21 @@ impl ShmChannel {
         (round & self.turns) as usize
     }
 
-    /// Checks for lost ranks and limits during a wait for the first `ranks` local ranks.
+    /// Checks for lost ranks and limits during a wait for `ranks`.
     ///
     /// # Errors
     /// As for [`ShmChannel::wait`].
-    pub(super) fn check_wait(&self, phase: Phase, round: u32, ranks: usize, wait_ctx: &WaitContext<'_>) -> Result<()> {
+    pub(super) fn check_wait(
+        &self,
+        phase: Phase,
+        round: u32,
+        ranks: LocalRanks,
+        wait_ctx: &WaitContext<'_>,
+    ) -> Result<()> {
         // Another rank may wait for this memory.
         self.region.memory.collect();
         let is_pending = |rank: usize| !self.flag(rank, phase).reached(round);
-        for rank in (0..ranks).filter(|&rank| is_pending(rank)) {
+        for rank in ranks.iter().filter(|&rank| is_pending(rank)) {
             let departed = self.region.control.has_departed(rank);
             let how = if departed { Some(self.region.departure.to_owned()) } else { self.region.liveness.lost(rank) };
             // It may have raised the flag before it departed.
@@ -469,14 +490,17 @@ impl ShmChannel {
                 return Err(self.region.control.failure().unwrap_or_else(lost));
             }
         }
-        if self.tree.is_tree && phase != Phase::Opened && self.adopt(phase, round, ranks) {
+        let in_tree = self.in_tree(ranks).filter(|_| phase != Phase::Opened);
+        if in_tree.is_some_and(|ranks| self.adopt(phase, round, ranks)) {
             return Ok(());
         }
         let rank = |local: usize| WaitTarget::Rank(self.region.peers[local].rank);
-        wait_ctx.log().set_waiting((0..ranks).filter(|&rank| is_pending(rank)).map(rank).collect());
+        wait_ctx.log().set_waiting(ranks.iter().filter(|&rank| is_pending(rank)).map(rank).collect());
         // The shard owner knows which rank is missing, so let it report first.
-        let grace = if phase == Phase::Reduced { OWNER_GRACE } else { Duration::ZERO };
-        let pending = || (0..ranks).filter(|&rank| is_pending(rank)).map(|rank| self.region.peers[rank].name.as_str());
+        let awaits_owners = phase == Phase::Reduced && ranks.count_of_first().is_some();
+        let grace = if awaits_owners { OWNER_GRACE } else { Duration::ZERO };
+        let name = |rank: usize| self.region.peers[rank].name.as_str();
+        let pending = || ranks.iter().filter(|&rank| is_pending(rank)).map(name);
         wait_ctx.check(grace, &|| pending().collect::<Vec<_>>().join(", "))
     }
 }

@@ -87,7 +87,8 @@ pub fn with_wait_context<T>(region: &ShmRegion, body: impl FnOnce(&WaitContext<'
 pub fn config(topology: &Topology, small_max: usize) -> CallConfig {
     let one_round = (small_max > 0).then_some(small_max);
     let (reductions, moves) = (PathLimits { one_round, measured: None }, PathLimits { one_round, measured: Some(1) });
-    let limits = HostLimits { reductions, reduce_scatters: reductions, broadcasts: moves, blocks: moves, fused: 0 };
+    let limits =
+        HostLimits { reductions, reduce_scatters: reductions, broadcasts: moves, blocks: moves, ..HostLimits::NONE };
     CallConfig { limits, ..CallConfig::new(topology, GroupKey::team(0), 1, SLOT) }
 }
 

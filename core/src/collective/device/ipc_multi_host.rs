@@ -157,6 +157,7 @@ impl MultiHostIpc {
                     chunk,
                     slots: &[],
                     result: ptr::null_mut(),
+                    parts: 1,
                 };
                 for part in parts(call.call, &shard, slice) {
                     let sources = addresses.iter().map(|buffer| buffer + part.wire as Address);
@@ -267,7 +268,8 @@ impl ShardOwner {
         // All slots are the means buffer: a shard reads and writes nothing else.
         let means = self.means.memory().wrapping_add(buffer * self.chunk);
         let slots: PerRank<*mut u8> = smallvec![means; call.topology.local_size()];
-        let shard = ShardView { topology: call.topology, shard: self.shard, chunk, slots: &slots, result: means };
+        let shard =
+            ShardView { topology: call.topology, shard: self.shard, chunk, slots: &slots, result: means, parts: 1 };
         let sums = self.sums.memory().wrapping_add(buffer * self.sums_bytes);
         let summed = HostSums { sums: Handle(sums), slice: bytes.clone() };
         let ops: &dyn InterHostOps = if call.call.op.is_broadcast() { inter_host_ops(call.call) } else { &summed };
