@@ -25,22 +25,22 @@
 namespace dl_comm {
 
 // The core's element types.
-inline constexpr std::pair<tensorflow::DataType, ElementType> kElementTypes[] = {
-    {tensorflow::DT_FLOAT, ElementType::Float32},
-    {tensorflow::DT_BFLOAT16, ElementType::BFloat16},
-    {tensorflow::DT_HALF, ElementType::Float16},
-    {tensorflow::DT_DOUBLE, ElementType::Float64},
-    {tensorflow::DT_INT8, ElementType::Int8},
-    {tensorflow::DT_UINT8, ElementType::UInt8},
-    {tensorflow::DT_INT16, ElementType::Int16},
-    {tensorflow::DT_UINT16, ElementType::UInt16},
-    {tensorflow::DT_INT32, ElementType::Int32},
-    {tensorflow::DT_UINT32, ElementType::UInt32},
-    {tensorflow::DT_INT64, ElementType::Int64},
-    {tensorflow::DT_UINT64, ElementType::UInt64},
-    {tensorflow::DT_COMPLEX64, ElementType::Complex64},
-    {tensorflow::DT_COMPLEX128, ElementType::Complex128},
-    {tensorflow::DT_BOOL, ElementType::Bool}};
+inline constexpr std::pair<tensorflow::DataType, dlDataType_t> kElementTypes[] = {
+    {tensorflow::DT_FLOAT, DL_COMM_FLOAT32},
+    {tensorflow::DT_BFLOAT16, DL_COMM_BFLOAT16},
+    {tensorflow::DT_HALF, DL_COMM_FLOAT16},
+    {tensorflow::DT_DOUBLE, DL_COMM_FLOAT64},
+    {tensorflow::DT_INT8, DL_COMM_INT8},
+    {tensorflow::DT_UINT8, DL_COMM_UINT8},
+    {tensorflow::DT_INT16, DL_COMM_INT16},
+    {tensorflow::DT_UINT16, DL_COMM_UINT16},
+    {tensorflow::DT_INT32, DL_COMM_INT32},
+    {tensorflow::DT_UINT32, DL_COMM_UINT32},
+    {tensorflow::DT_INT64, DL_COMM_INT64},
+    {tensorflow::DT_UINT64, DL_COMM_UINT64},
+    {tensorflow::DT_COMPLEX64, DL_COMM_COMPLEX64},
+    {tensorflow::DT_COMPLEX128, DL_COMM_COMPLEX128},
+    {tensorflow::DT_BOOL, DL_COMM_BOOL}};
 
 // Adds a tensor to a call: `input` to read and `output`, of the same type, to write; they may share memory. `block` is
 // the shape of what a rank contributes or receives, whichever is less. Both must stay alive until the call completes.

@@ -24,24 +24,24 @@ std::string line(std::string_view labels, std::size_t index) {
 
 }  // namespace
 
-std::optional<ElementType> element_type(const Tensor& tensor) {
+std::optional<dlDataType_t> element_type(const Tensor& tensor) {
   int32_t dtype = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-  if (dtype == aoti_torch_dtype_float32()) return ElementType::Float32;
-  if (dtype == aoti_torch_dtype_float64()) return ElementType::Float64;
-  if (dtype == aoti_torch_dtype_bfloat16()) return ElementType::BFloat16;
-  if (dtype == aoti_torch_dtype_float16()) return ElementType::Float16;
-  if (dtype == aoti_torch_dtype_int64()) return ElementType::Int64;
-  if (dtype == aoti_torch_dtype_int32()) return ElementType::Int32;
-  if (dtype == aoti_torch_dtype_int8()) return ElementType::Int8;
-  if (dtype == aoti_torch_dtype_uint8()) return ElementType::UInt8;
-  if (dtype == aoti_torch_dtype_bool()) return ElementType::Bool;
-  if (dtype == aoti_torch_dtype_int16()) return ElementType::Int16;
-  if (dtype == aoti_torch_dtype_uint16()) return ElementType::UInt16;
-  if (dtype == aoti_torch_dtype_uint32()) return ElementType::UInt32;
-  if (dtype == aoti_torch_dtype_uint64()) return ElementType::UInt64;
-  if (dtype == aoti_torch_dtype_complex64()) return ElementType::Complex64;
-  if (dtype == aoti_torch_dtype_complex128()) return ElementType::Complex128;
+  if (dtype == aoti_torch_dtype_float32()) return DL_COMM_FLOAT32;
+  if (dtype == aoti_torch_dtype_float64()) return DL_COMM_FLOAT64;
+  if (dtype == aoti_torch_dtype_bfloat16()) return DL_COMM_BFLOAT16;
+  if (dtype == aoti_torch_dtype_float16()) return DL_COMM_FLOAT16;
+  if (dtype == aoti_torch_dtype_int64()) return DL_COMM_INT64;
+  if (dtype == aoti_torch_dtype_int32()) return DL_COMM_INT32;
+  if (dtype == aoti_torch_dtype_int8()) return DL_COMM_INT8;
+  if (dtype == aoti_torch_dtype_uint8()) return DL_COMM_UINT8;
+  if (dtype == aoti_torch_dtype_bool()) return DL_COMM_BOOL;
+  if (dtype == aoti_torch_dtype_int16()) return DL_COMM_INT16;
+  if (dtype == aoti_torch_dtype_uint16()) return DL_COMM_UINT16;
+  if (dtype == aoti_torch_dtype_uint32()) return DL_COMM_UINT32;
+  if (dtype == aoti_torch_dtype_uint64()) return DL_COMM_UINT64;
+  if (dtype == aoti_torch_dtype_complex64()) return DL_COMM_COMPLEX64;
+  if (dtype == aoti_torch_dtype_complex128()) return DL_COMM_COMPLEX128;
   return std::nullopt;
 }
 
@@ -76,7 +76,7 @@ void TensorViews::add(const Tensor& tensor) {
 
 void TensorViews::add(const Tensor& source, const Tensor& target) {
   const auto dtype = element_type(source);
-  if (!dtype || *dtype > ElementType::Bool) refuse_type(name(), type_name(source));
+  if (!dtype || *dtype > DL_COMM_BOOL) refuse_type(name(), type_name(source));
   ViewList::add(source.const_data_ptr(), target.mutable_data_ptr(), *dtype, extents_of(source));
 }
 

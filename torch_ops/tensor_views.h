@@ -16,7 +16,7 @@ namespace dl_comm::torch_ops {
 using ::torch::stable::Tensor;
 
 // The tensor's element type; nullopt for those that the core lacks.
-std::optional<ElementType> element_type(const Tensor& tensor);
+std::optional<dlDataType_t> element_type(const Tensor& tensor);
 
 // The shape of a tensor, which the tensor keeps.
 inline Extents extents_of(const Tensor& tensor) { return tensor.sizes(); }

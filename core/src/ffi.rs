@@ -21,33 +21,13 @@ use crate::transport::gpu;
 #[cxx::bridge(namespace = "dl_comm")]
 #[allow(missing_docs, clippy::missing_safety_doc)]
 mod bridge {
-    /// Element types, numbered as `dlDataType_t`.
-    #[derive(Debug)]
-    enum ElementType {
-        Float16 = 0,
-        BFloat16 = 1,
-        Float32 = 2,
-        Float64 = 3,
-        Int8 = 4,
-        UInt8 = 5,
-        Int32 = 6,
-        Int64 = 7,
-        Bool = 8,
-        UInt16 = 9,
-        UInt32 = 10,
-        UInt64 = 11,
-        Int16 = 12,
-        Complex64 = 13,
-        Complex128 = 14,
-    }
-
-    /// A tensor: reads `src` and writes `dst`, which may be equal. `length` counts elements. Its shape is the next
-    /// `ndim` numbers of the list's `shapes`.
+    /// A tensor: reads `src` and writes `dst`, which may be equal. `length` counts elements, `dtype` is a `dlDataType_t`. Its
+    /// shape is the next `ndim` numbers of the list's `shapes`.
     struct TensorView {
         src: usize,
         dst: usize,
         length: usize,
-        dtype: ElementType,
+        dtype: i32,
         ndim: usize,
     }
 
@@ -306,10 +286,6 @@ fn options_of(given: &Options<'_>) -> CallOptions {
     }
 }
 
-fn translate(tensors: &[TensorView], shapes: &[i64]) -> Result<Vec<Tensor>> {
-    Ok(views(tensors, shapes)?.iter().map(|view| view.to_tensor()).collect())
-}
-
 fn views<'a>(tensors: &[TensorView], shapes: &'a [i64]) -> Result<SmallVec<[View<'a>; 4]>> {
     let mut rest = shapes;
     let mut list = SmallVec::with_capacity(tensors.len());
@@ -324,7 +300,7 @@ fn views<'a>(tensors: &[TensorView], shapes: &'a [i64]) -> Result<SmallVec<[View
 }
 
 fn buffer(view: &TensorView) -> Result<Buffer> {
-    let dtype = DType::from_code(i32::from(view.dtype.repr))?;
+    let dtype = DType::from_code(view.dtype)?;
     Ok(Buffer::new(view.src as *const u8, view.dst as *mut u8, view.length, dtype))
 }
 
@@ -348,7 +324,8 @@ unsafe fn average(
             return_weights: call.return_weights,
             count_wait: call.count_wait,
         };
-        runtime::average(call.team, options, || towers(translate(tensors, shapes)?, call.towers));
+        let list = || Ok(views(tensors, shapes)?.iter().map(|view| view.to_tensor()).collect());
+        runtime::average(call.team, options, || towers(list()?, call.towers));
     });
 }
 

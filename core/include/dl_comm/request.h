@@ -39,7 +39,7 @@ class ViewList {
   }
 
   // Adds a tensor: reads `source` and writes `target`, blocks of this type and shape.
-  void add(const void* source, void* target, ElementType type, Extents block) {
+  void add(const void* source, void* target, dlDataType_t type, Extents block) {
     TensorView view;
     view.src = reinterpret_cast<std::size_t>(source);
     view.dst = reinterpret_cast<std::size_t>(target);
