@@ -191,9 +191,10 @@ impl Channel {
             Some(ChunkStage::Exchanging(_) | ChunkStage::Complete(_) | ChunkStage::Ended(_)) => None,
         };
         let shm = self.rounds.shm();
-        // Its flags show whether the next chunk may begin.
-        let packs_first = |task: &ChunkTask| task.is_first && matches!(task.stage, ChunkStage::Packed(_));
-        let only_waits = self.inter_host.is_empty() && !shm.passes_on() && !tasks.iter().any(packs_first);
+        // The flags of a first chunk show whether the next one may begin, and other reducers wait for this rank's part.
+        let has_parts = self.topology.num_reducers(self.topology.own_part().0) > 1;
+        let can_go_on = |task: &ChunkTask| (task.is_first || has_parts) && matches!(task.stage, ChunkStage::Packed(_));
+        let only_waits = self.inter_host.is_empty() && !shm.passes_on() && !tasks.iter().any(can_go_on);
         let is_alone = tasks.len() < 2 || only_waits;
         match awaited {
             // Nothing but this flag can advance a chunk.
@@ -256,7 +257,7 @@ impl Channel {
         Ok(Some(match (self.topology.owns_shards(), task.parts) {
             (true, 1) => self.start_exchanges(active, task, all_packed)?,
             (true, _) => ChunkStage::InParts(all_packed),
-            (false, 1) => ChunkStage::Reduced(all_packed.reduces_nothing()),
+            (false, 1) => ChunkStage::Reduced(all_packed.reduces_nothing(&self.rounds)),
             (false, _) => {
                 active.wait_ctx.log().flag();
                 ChunkStage::Reduced(all_packed.post_reduced(&self.rounds))

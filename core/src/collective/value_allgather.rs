@@ -75,7 +75,7 @@ pub(super) fn allgather_merge<T: Serialize + DeserializeOwned + Clone, R: Serial
     }
     let reduced = match channel.topology.owns_shards() {
         true => all_packed.post_reduced(&channel.rounds),
-        false => all_packed.reduces_nothing(),
+        false => all_packed.reduces_nothing(&channel.rounds),
     };
     let all_reduced = reduced.wait(&channel.rounds, channel.topology.num_owners(), wait_ctx)?;
     // SAFETY: all have reduced, so the slots are read-only.

@@ -224,8 +224,11 @@ impl PendingConnections {
     fn accept(&mut self, socket: &TcpListener) {
         match socket.accept() {
             Ok((stream, _)) if stream.set_nonblocking(true).is_ok() => {
-                if let Err(refusal) = self.admission.check_caller(&stream) {
-                    return log_line(&format!("refused a connection: {refusal}"));
+                match self.admission.check_caller(&stream) {
+                    Ok(()) => {}
+                    // It has gone, or it finds nobody here either, and says so.
+                    Err(gone) if gone.kind() == ErrorKind::NotConnected => return,
+                    Err(refusal) => return log_line(&format!("refused a connection: {refusal}")),
                 }
                 if self.connections.len() == MAX_PENDING {
                     self.connections.remove(0);

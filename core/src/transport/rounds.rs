@@ -340,8 +340,12 @@ impl AllPacked {
         self.post_reduced(rounds)
     }
 
-    /// For a rank that reduces nothing.
-    pub fn reduces_nothing(self) -> Reduced {
+    /// For a rank that reduces nothing. Its flag follows, before it lags so far that wraparound makes it look newer in a
+    /// round in which an owner waits for it.
+    pub fn reduces_nothing(self, rounds: &Rounds) -> Reduced {
+        if self.0.number.wrapping_sub(rounds.shm.own(Phase::Reduced)) >= REFRESH {
+            rounds.shm.raise(Phase::Reduced, self.0.number);
+        }
         Reduced(self.0)
     }
 
