@@ -3,7 +3,8 @@
 
 mod common;
 
-use std::time::Duration;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use common::{World, tensor};
 use dl_comm_core::collective::{AlgorithmSetting, Op};
@@ -176,6 +177,7 @@ fn mismatched_calls_on_shared_tensors_are_an_error() {
 fn a_missing_rank_is_named_at_the_deadline() {
     for hosts in [&[3][..], &[2, 1]] {
         let world = World { timeout: Duration::from_millis(300), ..World::new(hosts) };
+        let (num_told, started) = (AtomicUsize::new(0), Instant::now());
         world.run(|rank| {
             let mut data = [1f32];
             if rank.rank < 2 {
@@ -186,8 +188,11 @@ fn a_missing_rank_is_named_at_the_deadline() {
                 assert!(text.contains("rank 2") || text.contains("host 1") || text.contains("rank 0"), "{text}");
                 // The team is out of sync now: later calls fail at once with the same error.
                 assert_eq!(rank.average(vec![tensor(&mut data)]).unwrap_err(), error);
-            } else {
-                std::thread::sleep(Duration::from_millis(1500));
+                num_told.fetch_add(1, Ordering::Relaxed);
+            }
+            // One that has ended is named as such.
+            while num_told.load(Ordering::Relaxed) < 2 && started.elapsed() < Duration::from_secs(60) {
+                std::thread::sleep(Duration::from_millis(10));
             }
         });
     }

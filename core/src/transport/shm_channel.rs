@@ -324,8 +324,7 @@ impl ShmChannel {
         wait_ctx: &WaitContext<'_>,
     ) -> Result<()> {
         let ranks = ranks.into();
-        let in_tree = self.in_tree(ranks);
-        if in_tree.is_some_and(|ranks| self.wait_in_tree(phase, round, ranks, wait_ctx)) {
+        if self.in_tree(ranks).is_some_and(|ranks| self.wait_in_tree(phase, round, ranks, wait_ctx)) {
             return Ok(());
         }
         for rank in ranks.iter() {
@@ -344,7 +343,7 @@ impl ShmChannel {
             wait_ctx.log().waited(self.region.peers[rank].rank, from, now);
             result?;
         }
-        if let Some(ranks) = in_tree {
+        if let Some(ranks) = self.in_tree(ranks) {
             self.adopt(phase, round, ranks);
         }
         Ok(())
@@ -360,14 +359,18 @@ impl ShmChannel {
         let ranks = ranks.into();
         match self.in_tree(ranks) {
             Some(ranks) => self.all_reached_in_tree(phase, round, ranks),
-            None => ranks.iter().all(|rank| self.flag(rank, phase).reached(round)),
+            None => self.pending(phase, round, ranks).next().is_none(),
         }
     }
 
-    /// The first of `ranks` that has not reached round `round` in `phase`, as its rank in the group.
+    /// Those of `ranks` that have not reached round `round` in `phase`.
+    fn pending(&self, phase: Phase, round: u32, ranks: LocalRanks) -> impl Iterator<Item = usize> {
+        ranks.iter().filter(move |&rank| !self.flag(rank, phase).reached(round))
+    }
+
+    /// The first of them, as its rank in the group.
     pub(super) fn first_pending(&self, phase: Phase, round: u32, ranks: LocalRanks) -> Option<usize> {
-        let pending = ranks.iter().find(|&rank| !self.flag(rank, phase).reached(round));
-        pending.map(|rank| self.region.peers[rank].rank)
+        self.pending(phase, round, ranks).next().map(|rank| self.region.peers[rank].rank)
     }
 
     /// Spins until `flag` reaches `round` or the spins are used up; see [`Flag::spin`].
@@ -468,22 +471,15 @@ impl ShmChannel {
     ///
     /// # Errors
     /// As for [`ShmChannel::wait`].
-    pub(super) fn check_wait(
-        &self,
-        phase: Phase,
-        round: u32,
-        ranks: LocalRanks,
-        wait_ctx: &WaitContext<'_>,
-    ) -> Result<()> {
+    pub(super) fn check_wait(&self, phase: Phase, round: u32, ranks: LocalRanks, ctx: &WaitContext<'_>) -> Result<()> {
         // Another rank may wait for this memory.
         self.region.memory.collect();
-        let is_pending = |rank: usize| !self.flag(rank, phase).reached(round);
-        for rank in ranks.iter().filter(|&rank| is_pending(rank)) {
+        for rank in self.pending(phase, round, ranks) {
             let departed = self.region.control.has_departed(rank);
             let how = if departed { Some(self.region.departure.to_owned()) } else { self.region.liveness.lost(rank) };
             // It may have raised the flag before it departed.
             if let Some(how) = how
-                && is_pending(rank)
+                && !self.flag(rank, phase).reached(round)
             {
                 // If it departed after a failure, it reported the failure first.
                 let lost = || Error::PeerLost(format!("{} {how}", self.region.peers[rank].name));
@@ -494,13 +490,11 @@ impl ShmChannel {
         if in_tree.is_some_and(|ranks| self.adopt(phase, round, ranks)) {
             return Ok(());
         }
-        let rank = |local: usize| WaitTarget::Rank(self.region.peers[local].rank);
-        wait_ctx.log().set_waiting(ranks.iter().filter(|&rank| is_pending(rank)).map(rank).collect());
+        let pending = || self.pending(phase, round, ranks).map(|rank| &self.region.peers[rank]);
+        ctx.log().set_waiting(pending().map(|peer| WaitTarget::Rank(peer.rank)).collect());
         // The shard owner knows which rank is missing, so let it report first.
         let awaits_owners = phase == Phase::Reduced && ranks.count_of_first().is_some();
         let grace = if awaits_owners { OWNER_GRACE } else { Duration::ZERO };
-        let name = |rank: usize| self.region.peers[rank].name.as_str();
-        let pending = || ranks.iter().filter(|&rank| is_pending(rank)).map(name);
-        wait_ctx.check(grace, &|| pending().collect::<Vec<_>>().join(", "))
+        ctx.check(grace, &|| pending().map(|peer| peer.name.as_str()).collect::<Vec<_>>().join(", "))
     }
 }
