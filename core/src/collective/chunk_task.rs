@@ -46,7 +46,8 @@ struct ChunkTask {
     others_in_place: Option<bool>,
     /// What is known of the calls of all ranks.
     calls: HostCalls,
-    /// In so many parts reducers of this rank's shard reduce its slice; 1: the owner does it alone.
+    /// In so many parts reducers of this rank's shard reduce its slice, if the ranks of the host have the same call; 1: the
+    /// owner does it alone.
     parts: usize,
     /// Between hosts: the slices of this rank's shards; `None` once they are complete.
     slices: SmallVec<[Option<InFlightSlice>; 1]>,
@@ -139,7 +140,8 @@ impl Channel {
             let active = source.call(call);
             let stage = ChunkStage::Packed(self.pack(&active, chunk, open)?);
             let (plan, calls, slices) = (active.plan, HostCalls::default(), SmallVec::new());
-            let (others_in_place, parts) = (None, 1);
+            let parts = num_parts(&self.topology, active.call, chunk, self.topology.own_part().0);
+            let others_in_place = None;
             let task = ChunkTask {
                 call,
                 chunk,
@@ -191,9 +193,9 @@ impl Channel {
             Some(ChunkStage::Exchanging(_) | ChunkStage::Complete(_) | ChunkStage::Ended(_)) => None,
         };
         let shm = self.rounds.shm();
-        // The flags of a first chunk show whether the next one may begin, and other reducers wait for this rank's part.
-        let has_parts = self.topology.num_reducers(self.topology.own_part().0) > 1;
-        let can_go_on = |task: &ChunkTask| (task.is_first || has_parts) && matches!(task.stage, ChunkStage::Packed(_));
+        // The flags of a first chunk show whether the next one may begin, and an owner may wait for this rank's part.
+        let can_go_on =
+            |task: &ChunkTask| (task.is_first || task.parts > 1) && matches!(task.stage, ChunkStage::Packed(_));
         let only_waits = self.inter_host.is_empty() && !shm.passes_on() && !tasks.iter().any(can_go_on);
         let is_alone = tasks.len() < 2 || only_waits;
         match awaited {
@@ -240,16 +242,14 @@ impl Channel {
         task: &mut ChunkTask,
         packed: Packed,
     ) -> Result<Option<ChunkStage>> {
-        let &mut ChunkTask { chunk, is_first, .. } = task;
         let Some(all_packed) = packed.try_all(&self.rounds) else { return Ok(None) };
         task.calls.agreed = all_packed.same_signatures(&self.rounds);
         task.calls.lookahead = Lookahead(all_packed.common_lookahead(&self.rounds));
-        if is_first && self.topology.local_size() > 1 {
+        if task.is_first && self.topology.local_size() > 1 {
             task.others_in_place = Some(all_packed.contents(&self.rounds).are_all(SlotContent::PeerMemory));
         }
-        let (shard, _) = self.topology.own_part();
-        if task.calls.agreed {
-            task.parts = num_parts(&self.topology, active.call, chunk, shard);
+        if !task.calls.agreed {
+            task.parts = 1;
         }
         if task.parts > 1 {
             self.reduce_part(active, task, all_packed)?;
