@@ -200,7 +200,7 @@ impl Topology {
     /// The number of ranks of this host that reduce parts of the slices of `shard`: its owner first. Others have the shard
     /// as theirs, but own none.
     pub fn num_reducers(&self, shard: usize) -> usize {
-        self.local_size().saturating_sub(shard).div_ceil(self.num_shards()).max(1)
+        1 + self.other_reducers(shard).iter().len()
     }
 
     /// Reducer `index` of `shard`, as a local rank.

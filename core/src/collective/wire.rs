@@ -26,11 +26,8 @@ pub(super) fn num_parts(topology: &Topology, call: &Call, chunk: usize, shard: u
         return 1;
     }
     let bytes = shard_range(topology, call, chunk, shard);
-    let is_wider = |run: DtypeRun| {
-        let reduction = call.reduction(run.dtype);
-        reduction.acc_size() > reduction.wire_size()
-    };
-    let alone = bytes.len() <= call.owner_alone() || runs(call, topology, shard, chunk, bytes).any(is_wider);
+    let widens = |run: DtypeRun| call.reduction(run.dtype).widens();
+    let alone = bytes.len() <= call.owner_alone() || runs(call, topology, shard, chunk, bytes).any(widens);
     if alone { 1 } else { reducers }
 }
 

@@ -116,6 +116,11 @@ impl Reduction {
         if self.wire_is_acc { self.acc_size() } else { self.dtype.size() }
     }
 
+    /// Whether an accumulator is wider than an element on the wire.
+    pub fn widens(self) -> bool {
+        self.acc_size() > self.wire_size()
+    }
+
     /// The result of the sources in every out, all in wire format. For a mean:
     /// `out[i] = round((sources[0][i] + sources[1][i] + …) / divisor)`.
     ///

@@ -335,8 +335,8 @@ impl SliceExchange<'_> {
     /// Whether a pairwise exchange sends the elements in `piece` of hosts with one rank each, because partial sums are wider.
     pub fn sends_elements(&self, piece: Range<usize>) -> bool {
         let Slice { ops, shard: ShardView { topology, .. }, .. } = self.slice;
-        let is_wider = |part: PartialRange| part.reduction.acc_size() > part.reduction.wire_size();
-        topology.hosts() == topology.size() && ops.has_elements() && self.slice.part(piece).parts().any(is_wider)
+        let widens = |part: PartialRange| part.reduction.widens();
+        topology.hosts() == topology.size() && ops.has_elements() && self.slice.part(piece).parts().any(widens)
     }
 
     /// Writes a message with the elements of this host's only rank in `piece` at byte `at` of the send buffer.
