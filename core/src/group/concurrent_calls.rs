@@ -257,7 +257,8 @@ impl ChunkSource for ConcurrentCalls<'_> {
         let first = &mut self.calls[0];
         first.ended += 1;
         if first.ended == 1 {
-            first.works.iter().for_each(|work| work.record.matched(self.shared.next_match_index()));
+            let records = first.works.iter().map(|work| &work.record);
+            records.for_each(|record| record.matched(self.shared.next_match_index(record.number)));
         }
         let is_complete = first.ended == first.chunks();
         if !mem::replace(&mut first.matched, true) {

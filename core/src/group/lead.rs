@@ -255,7 +255,8 @@ impl<'a> Leading<'a> {
         let started = guard(|| {
             Ok(cached_calls.start(channel, words, input, spins).map(|started| match started {
                 StartedCall::Done(stats) => {
-                    shared.recorder.count_small(shared.recorder.number(), stats, shared.next_match_index(), since);
+                    let number = shared.recorder.number();
+                    shared.recorder.count_small(number, stats, shared.next_match_index(number), since);
                     None
                 }
                 StartedCall::Pending(index, posted) => Some((index, posted)),

@@ -87,6 +87,7 @@ impl Group {
             joining_stalled: Active::default(),
             joined_round: AtomicU64::new(0),
             matched: AtomicU64::new(0),
+            matched_below: AtomicU64::new(0),
             deadline: GroupDeadline::new(settings.timeout),
             gpu: GpuState::default(),
             looked_for_lost: AtomicU64::new(0),

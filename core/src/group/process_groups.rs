@@ -31,8 +31,10 @@ pub(super) trait WaitingGroup: Send + Sync {
     fn join_stalled(&self);
     /// Its calls that have not ended, oldest first.
     fn pending(&self) -> Vec<Arc<Record>>;
-    /// The number of its calls that have matched.
-    fn matched(&self) -> u64;
+    /// The number of its next call.
+    fn next_number(&self) -> u64;
+    /// Those of its calls that have matched have numbers below this one.
+    fn matched_below(&self) -> u64;
     /// Whether every live thread that has called it is in `waiting`. Threads of pools are blocked if all their calls have
     /// ended and the process is idle.
     fn callers_are_among(&self, waiting: &[ThreadId], is_idle: bool) -> bool;
@@ -64,10 +66,10 @@ pub struct ProcessGroups {
     awaiting: Mutex<HashMap<u64, (Vec<usize>, String)>>,
 }
 
-/// A refused call: why, and how many calls of each group may have matched until none after it has.
+/// A refused call: why, and the number of the next call of each group.
 struct Refused {
     error: String,
-    matched: Vec<(Weak<dyn WaitingGroup>, u64)>,
+    next: Vec<(Weak<dyn WaitingGroup>, u64)>,
 }
 
 /// A thread that waits: outside of the core for non-blocking calls, or in the creation of a group or a receive, which it names.
@@ -185,22 +187,21 @@ impl ProcessGroups {
 
     /// Notes that this rank has refused a call with this error, which the other ranks may have made.
     pub fn refuse(&self, error: String) {
-        let most = |group: &Arc<dyn WaitingGroup>| group.matched() + group.pending().len() as u64;
-        let matched = self.groups().iter().map(|group| (Arc::downgrade(group), most(group))).collect();
-        *lock(&self.refused) = Some(Refused { error, matched });
+        let next = self.groups().iter().map(|group| (Arc::downgrade(group), group.next_number())).collect();
+        *lock(&self.refused) = Some(Refused { error, next });
     }
 
     /// Whether it has refused a call, and no call after that one has matched. A group that is gone since may have had some.
     pub(super) fn has_refused(&self) -> bool {
         let groups = self.groups();
         let refused = lock(&self.refused);
-        let Some(Refused { matched, .. }) = &*refused else { return false };
-        let most = |group: &Arc<dyn WaitingGroup>| {
-            let found = matched.iter().find(|(known, _)| std::ptr::addr_eq(known.as_ptr(), Arc::as_ptr(group)));
-            found.map_or(0, |(_, most)| *most)
+        let Some(Refused { next, .. }) = &*refused else { return false };
+        let next_of = |group: &Arc<dyn WaitingGroup>| {
+            let found = next.iter().find(|(known, _)| std::ptr::addr_eq(known.as_ptr(), Arc::as_ptr(group)));
+            found.map_or(0, |(_, next)| *next)
         };
-        matched.iter().all(|(group, _)| group.strong_count() > 0)
-            && groups.iter().all(|group| group.matched() <= most(group))
+        next.iter().all(|(group, _)| group.strong_count() > 0)
+            && groups.iter().all(|group| group.matched_below() <= next_of(group))
     }
 
     /// The error of the refused call. Forgets it: the calls of the others fail.
@@ -273,16 +274,19 @@ impl Drop for BlockedCaller {
 mod tests {
     use super::*;
 
-    /// A group without calls in flight.
-    struct Idle(AtomicU64);
+    /// A group that has made so many calls, of which those below a number may have matched.
+    struct Calls(u64, AtomicU64);
 
-    impl WaitingGroup for Idle {
+    impl WaitingGroup for Calls {
         fn join_stalled(&self) {}
         fn pending(&self) -> Vec<Arc<Record>> {
             Vec::new()
         }
-        fn matched(&self) -> u64 {
-            self.0.load(Ordering::Relaxed)
+        fn next_number(&self) -> u64 {
+            self.0
+        }
+        fn matched_below(&self) -> u64 {
+            self.1.load(Ordering::Relaxed)
         }
         fn callers_are_among(&self, _waiting: &[ThreadId], _is_idle: bool) -> bool {
             true
@@ -302,21 +306,23 @@ mod tests {
     #[test]
     fn a_refused_call_is_the_last_one_until_a_call_of_any_group_matches() {
         let process = ProcessGroups::default();
-        let groups: Vec<Arc<Idle>> = [5, 70].into_iter().map(|matched| Arc::new(Idle(matched.into()))).collect();
+        let groups: Vec<Arc<Calls>> =
+            [(5, 3), (70, 70)].map(|(made, below)| Arc::new(Calls(made, below.into()))).into();
         groups.iter().for_each(|group| process.add(Arc::clone(group) as Arc<dyn WaitingGroup>));
         assert!(!process.has_refused());
         process.refuse("an array of text".into());
         assert!(process.has_refused());
-        groups[0].0.fetch_add(1, Ordering::Relaxed);
-        assert!(!process.has_refused(), "a call has matched");
-        process.refuse("an array of text".into());
+        groups[0].1.store(5, Ordering::Relaxed);
+        assert!(process.has_refused(), "calls before it have matched");
+        groups[0].1.store(6, Ordering::Relaxed);
+        assert!(!process.has_refused(), "a call after it has matched");
+        let [first, second] = <[Arc<Calls>; 2]>::try_from(groups).ok().unwrap();
+        first.1.store(0, Ordering::Relaxed);
         assert!(process.has_refused());
-        let [first, second] = <[Arc<Idle>; 2]>::try_from(groups).ok().unwrap();
         drop(second);
-        first.0.fetch_add(1, Ordering::Relaxed);
-        assert!(!process.has_refused(), "fewer calls have matched in the groups that are left");
+        assert!(!process.has_refused(), "a group may have had calls after it");
         process.refuse("an array of text".into());
-        let new = Arc::new(Idle(1.into()));
+        let new = Arc::new(Calls(1, 1.into()));
         process.add(Arc::clone(&new) as Arc<dyn WaitingGroup>);
         assert!(!process.has_refused(), "a call has matched in a new group");
     }

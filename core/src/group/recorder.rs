@@ -124,6 +124,11 @@ impl Recorder {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
+    /// The number of the next call.
+    pub fn next_number(&self) -> u64 {
+        self.next.load(Ordering::Relaxed)
+    }
+
     /// The statistics of small calls like that of `record`.
     pub fn small_call_stats(&self, record: &Record) -> Arc<SmallCallStats> {
         let mut recorder = self.lock();

@@ -129,7 +129,7 @@ impl LeadState {
             return None;
         }
         let stats = cached_calls.finish(channel, call.index, &mut call.posted)?;
-        shared.recorder.count_small(number, stats, shared.next_match_index(), call.since);
+        shared.recorder.count_small(number, stats, shared.next_match_index(number), call.since);
         held.take().map(|held| held.done)
     }
 
@@ -219,7 +219,7 @@ impl LeadState {
     /// Runs the rest of a call that the ranks have matched. Another work may replace this one.
     pub(super) fn run_matched(&mut self, work: &Arc<Work>) -> Ended {
         let LeadState { worker, device, .. } = self;
-        work.record.matched(worker.shared.next_match_index());
+        work.record.matched(worker.shared.next_match_index(work.record.number));
         let place = work.take_place();
         let enqueued = match work.call.producer() {
             None => Ok(false),

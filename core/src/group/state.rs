@@ -61,6 +61,8 @@ pub(super) struct GroupState {
     pub joined_round: AtomicU64,
     /// The number of matched calls.
     pub matched: AtomicU64,
+    /// Above the number on this rank of each of them.
+    pub matched_below: AtomicU64,
     pub deadline: GroupDeadline,
     pub gpu: GpuState,
     /// When a client of the group last looked for lost ranks, in milliseconds of [`crate::clock::coarse_now`].
@@ -192,10 +194,14 @@ impl GroupState {
         self.region.control().stalled().filter(|&round| round == self.region.round().wrapping_add(1))
     }
 
-    /// Counts a matched call and returns its index, from 1. Only for the leader.
-    pub fn next_match_index(&self) -> u64 {
+    /// Counts a matched call, which has this number on this rank, and returns its index, from 1. Only for the leader.
+    pub fn next_match_index(&self, number: u64) -> u64 {
         let match_index = self.matched() + 1;
         self.matched.store(match_index, Ordering::Relaxed);
+        // Calls by name match in any order.
+        if self.matched_below.load(Ordering::Relaxed) <= number {
+            self.matched_below.store(number + 1, Ordering::Relaxed);
+        }
         match_index
     }
 
@@ -233,8 +239,12 @@ impl WaitingGroup for GroupState {
         self.recorder.pending()
     }
 
-    fn matched(&self) -> u64 {
-        self.matched()
+    fn next_number(&self) -> u64 {
+        self.recorder.next_number()
+    }
+
+    fn matched_below(&self) -> u64 {
+        self.matched_below.load(Ordering::Relaxed)
     }
 
     fn callers_are_among(&self, waiting: &[ThreadId], is_idle: bool) -> bool {
