@@ -1,5 +1,6 @@
 //! The reduction loop, compiled for each instruction set, and its extension to any number of sources.
 
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::sync::LazyLock;
 
@@ -29,6 +30,10 @@ pub enum Kernel {
 }
 
 impl Kernel {
+    /// Whether [`Kernel::Baseline`] may be the best one of a current processor. On x86-64 only those without AVX2 need it: it
+    /// has no loops of whole reductions there, only of their steps, which take twice as long and a third of the code.
+    const BASELINE_IS_BEST: bool = cfg!(not(target_arch = "x86_64"));
+
     /// The kernels that this processor supports, fastest last.
     pub fn available() -> Vec<Kernel> {
         #[allow(unused_mut)] // other targets have one kernel only
@@ -61,10 +66,15 @@ impl Kernel {
 /// every source.
 const BLOCK: usize = 512;
 
+/// A loop for a whole reduction, or for a step of one.
+const WHOLE: bool = true;
+const STEP: bool = false;
+
 /// Combines the sources in order, applies `epilogue`, and stores the result to every out.
 ///
-/// One loop reduces two sources, of a hot operator up to four. Everything else takes a block at a time through a loop
-/// for each step, which operators, formats and epilogues share: widen, combine, finish. The block stays in the L1 cache.
+/// One loop reduces two sources of elements, of a hot operator up to four. Everything else takes a block at a time through
+/// a loop for each step, which operators, formats and epilogues share: widen, combine, finish. The block stays in the L1
+/// cache.
 ///
 /// # Safety
 /// The processor supports `kernel`. `sources` is not empty. The pointers are valid for `count` elements in their
@@ -86,13 +96,15 @@ pub(super) unsafe fn reduce<
     /// Calls `compiled` for `$n` sources.
     macro_rules! compiled {
         ($sources:expr, $n:literal) => {
-            return compiled::<S, In, Out, O, E, $n>(kernel, $sources, outs, count, operator, epilogue)
+            return compiled::<S, In, Out, O, E, $n, WHOLE>(kernel, $sources, outs, count, operator, epilogue)
         };
     }
     // Conditions of constants, so that loops that are never called are not compiled.
     // SAFETY: guaranteed by the caller; a block is read from all sources before it is written.
     unsafe {
-        if const { In::NATIVE && O::IS_HOT } {
+        if kernel == Kernel::Baseline && !Kernel::BASELINE_IS_BEST {
+            // In steps.
+        } else if const { In::NATIVE && O::IS_HOT } {
             match *sources {
                 [a] => compiled!([a], 1),
                 [a, b] => compiled!([a, b], 2),
@@ -105,17 +117,10 @@ pub(super) unsafe fn reduce<
         {
             compiled!([a, b], 2);
         }
-        let widen = |[source]: [*const u8; 1], acc: *mut u8, count| {
-            let lift = operator.lift_alone();
-            compiled::<S, In, AsAccumulator, _, _, 1>(kernel, [source], &[acc], count, lift, Identity);
-        };
-        let combine = |accs: [*const u8; 2], acc: *mut u8, count| {
-            let operator = O::OnAccs::default();
-            compiled::<Plain<S::Acc>, AsElement, AsElement, _, _, 2>(kernel, accs, &[acc], count, operator, Identity);
-        };
-        let finish = |acc: *const u8, outs: &[*mut u8], count| {
-            compiled::<S, AsAccumulator, Out, _, E, 1>(kernel, [acc], outs, count, Keep, epilogue);
-        };
+        let lift = operator.lift_alone();
+        let widen = Loop::<S, In, AsAccumulator, _, _, 1>::new(kernel, lift, Identity);
+        let combine = Loop::<Plain<S::Acc>, AsElement, AsElement, _, _, 2>::new(kernel, O::OnAccs::default(), Identity);
+        let finish = Loop::<S, AsAccumulator, Out, _, E, 1>::new(kernel, Keep, epilogue);
         let steps = Steps {
             source: size_of::<In::Stored>(),
             out: size_of::<Out::Stored>(),
@@ -127,6 +132,48 @@ pub(super) unsafe fn reduce<
     }
 }
 
+/// A step of a reduction: a loop over one or two sources.
+trait StepLoop {
+    /// Runs it.
+    ///
+    /// # Safety
+    /// As for [`blocks`]; the sources are as many as the loop has.
+    unsafe fn run(&self, sources: &[*const u8], outs: &[*mut u8], count: usize);
+}
+
+/// The loop of these types over `N` sources. It is no closure, because each of those would compile as four functions.
+struct Loop<S, In, Out, O, E, const N: usize> {
+    kernel: Kernel,
+    operator: O,
+    epilogue: E,
+    types: PhantomData<(S, In, Out)>,
+}
+
+impl<S, In, Out, O, E, const N: usize> Loop<S, In, Out, O, E, N> {
+    fn new(kernel: Kernel, operator: O, epilogue: E) -> Self {
+        Loop { kernel, operator, epilogue, types: PhantomData }
+    }
+}
+
+impl<S, In, Out, O, E, const N: usize> StepLoop for Loop<S, In, Out, O, E, N>
+where
+    S: TiledType,
+    In: StorageFormat<S>,
+    Out: StorageFormat<S>,
+    O: Operator<S::Acc>,
+    E: Epilogue<S::Acc>,
+{
+    unsafe fn run(&self, sources: &[*const u8], outs: &[*mut u8], count: usize) {
+        let Loop { kernel, operator, epilogue, .. } = *self;
+        debug_assert_eq!(sources.len(), N);
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            let sources = *sources.as_ptr().cast::<[*const u8; N]>();
+            compiled::<S, In, Out, O, E, N, STEP>(kernel, sources, outs, count, operator, epilogue);
+        }
+    }
+}
+
 /// A reduction as loops over blocks.
 struct Steps<'a> {
     /// The size of a stored element of a source.
@@ -134,11 +181,11 @@ struct Steps<'a> {
     /// The size of a stored element of an out.
     out: usize,
     /// Makes accumulators of elements; `None` if the sources have accumulators.
-    widen: Option<&'a dyn Fn([*const u8; 1], *mut u8, usize)>,
+    widen: Option<&'a dyn StepLoop>,
     /// Combines accumulators.
-    combine: &'a dyn Fn([*const u8; 2], *mut u8, usize),
+    combine: &'a dyn StepLoop,
     /// Stores accumulators.
-    finish: &'a dyn Fn(*const u8, &[*mut u8], usize),
+    finish: &'a dyn StepLoop,
 }
 
 impl Steps<'_> {
@@ -158,24 +205,27 @@ impl Steps<'_> {
                 // SAFETY: guaranteed by the caller.
                 let source = unsafe { source.add(position * self.source) };
                 let Some(widen) = self.widen else { return source };
-                widen([source], block, count);
+                // SAFETY: guaranteed by the caller; the block has room.
+                unsafe { widen.run(&[source], &[block], count) };
                 block.cast_const()
             };
             let mut result = accs(sources[0], partial);
-            for &next in &sources[1..] {
-                (self.combine)([result, accs(next, widened)], partial, count);
-                result = partial;
-            }
-            (self.finish)(result, &outs, count);
-            for out in &mut outs {
-                // SAFETY: guaranteed by the caller.
-                *out = unsafe { out.add(count * self.out) };
+            // SAFETY: guaranteed by the caller; the blocks have room.
+            unsafe {
+                for &next in &sources[1..] {
+                    self.combine.run(&[result, accs(next, widened)], &[partial], count);
+                    result = partial;
+                }
+                self.finish.run(&[result], &outs, count);
+                for out in &mut outs {
+                    *out = out.add(count * self.out);
+                }
             }
         }
     }
 }
 
-/// [`blocks`] compiled for `kernel`.
+/// [`blocks`] compiled for `kernel`. `IS_WHOLE`: [`WHOLE`] or [`STEP`].
 ///
 /// # Safety
 /// As for [`blocks`]; the processor supports `kernel`.
@@ -186,6 +236,7 @@ unsafe fn compiled<
     O: Operator<S::Acc>,
     E: Epilogue<S::Acc>,
     const N: usize,
+    const IS_WHOLE: bool,
 >(
     kernel: Kernel,
     sources: [*const u8; N],
@@ -201,7 +252,7 @@ unsafe fn compiled<
             #[inline(never)]
             unsafe fn loops<
                 S: TiledType,
-                            In: StorageFormat<S>,
+                In: StorageFormat<S>,
                 Out: StorageFormat<S>,
                 O: Operator<S::Acc>,
                 E: Epilogue<S::Acc>,
@@ -221,7 +272,11 @@ unsafe fn compiled<
         }};
     }
     match kernel {
-        Kernel::Baseline => compile!(Baseline),
+        Kernel::Baseline => {
+            if const { !IS_WHOLE || Kernel::BASELINE_IS_BEST } {
+                compile!(Baseline)
+            }
+        }
         #[cfg(target_arch = "x86_64")]
         Kernel::Avx512 if O::IS_HOT => compile!(Avx512, "avx512f,avx512bw,avx512dq,avx512vl"),
         #[cfg(target_arch = "x86_64")]
@@ -265,17 +320,27 @@ pub(super) unsafe fn blocks<I, S, In, Out, O, E, const N: usize>(
                 }
                 result.write(Out::store(epilogue.apply(acc)));
             }
-            let size = size_of::<Out::Stored>();
             // Copied as bytes, which need no alignment.
-            let copy =
-                |out: *mut u8| out.add(position * size).copy_from_nonoverlapping(results.as_ptr().cast(), len * size);
+            let (results, size) = (results.as_ptr().cast::<u8>(), size_of::<Out::Stored>());
             match outs {
                 // A loop over one costs a short call more than the copy.
-                &[out] => copy(out),
-                outs => outs.iter().copied().for_each(copy),
+                [out] => out.add(position * size).copy_from_nonoverlapping(results, len * size),
+                outs => copy_to_each(results, outs, position * size, len * size),
             }
             position += len;
         }
+    }
+}
+
+/// Copies a block to `offset` in each out. One function for all types.
+///
+/// # Safety
+/// The pointers are valid for these bytes.
+#[inline(never)]
+unsafe fn copy_to_each(block: *const u8, outs: &[*mut u8], offset: usize, bytes: usize) {
+    for out in outs {
+        // SAFETY: guaranteed by the caller.
+        unsafe { out.add(offset).copy_from_nonoverlapping(block, bytes) };
     }
 }
 

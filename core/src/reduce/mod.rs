@@ -242,7 +242,7 @@ unsafe fn run_kernel<S: TiledType, In: StorageFormat<S>, O: Operator<S::Acc>, E:
             reduce::<S, In, AsElement, O, Identity>(kernel, sources, outs, count, operator, Identity);
         } else if step == Step::Partial {
             reduce::<S, In, AsAccumulator, O, Identity>(kernel, sources, outs, count, operator, Identity);
-        } else if !In::NATIVE && reduction.wire_is_acc {
+        } else if !In::NATIVE && !S::PLAIN && reduction.wire_is_acc {
             reduce::<S, In, AsRoundedAccumulator, O, E>(kernel, sources, outs, count, operator, epilogue);
         } else {
             reduce::<S, In, AsElement, O, E>(kernel, sources, outs, count, operator, epilogue);

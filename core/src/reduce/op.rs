@@ -3,7 +3,7 @@
 use super::epilogue::{Divide, DividePow2, Epilogue, Identity, Scale, ScaleAndDivide};
 use super::half_tiles::TiledType;
 use super::number::{Divisible, Scalable};
-use super::operator::{Add, And, Compact, Greater, Lesser, Multiply, OfScaled, Operator, Or, Xor};
+use super::operator::{Add, And, Greater, Lesser, Multiply, OfScaled, Operator, Or, Xor};
 use super::ordered::{BF16Bits, F16Bits};
 use super::pair::BF16Pair;
 use super::storage::{AsAccumulator, AsElement, StorageFormat};
@@ -339,7 +339,7 @@ impl<V: Visitor> Kernels<'_, V> {
         if self.from_elements {
             self.visitor.visit::<S, AsElement, _, _>(OfScaled::<O, _>::new(pre), epilogue)
         } else {
-            self.visit::<S, Compact<O>, _>(Compact(O::default()), epilogue)
+            self.visitor.visit::<S, AsAccumulator, _, _>(O::default(), epilogue)
         }
     }
 }

@@ -75,28 +75,6 @@ impl<O: Operator<A>, A: Scalable> Operator<A> for OfScaled<O, A> {
     }
 }
 
-/// The operator `O` where code size matters more than speed.
-#[derive(Clone, Copy)]
-pub(super) struct Compact<O>(pub O);
-
-impl<O: Operator<A>, A> Operator<A> for Compact<O> {
-    type OnAccs = O::OnAccs;
-    type Lift = O::Lift;
-    const LIFTS: bool = O::LIFTS;
-    #[inline(always)]
-    fn lift_alone(self) -> O::Lift {
-        self.0.lift_alone()
-    }
-    #[inline(always)]
-    fn lift(self, element: A) -> A {
-        self.0.lift(element)
-    }
-    #[inline(always)]
-    fn combine(left: A, right: A) -> A {
-        O::combine(left, right)
-    }
-}
-
 macro_rules! operator {
     ($(#[$doc:meta])* $operator:ident, ($($generics:tt)*) $acc:ty, $combine:expr $(, $($constants:item)+)?) => {
         $(#[$doc])*
