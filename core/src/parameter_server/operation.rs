@@ -3,6 +3,8 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use super::layout::Layout;
 use super::rule::Rule;
 use crate::buffer::Buffer;
@@ -10,12 +12,19 @@ use crate::error::{Error, Result};
 use crate::group::Timeout;
 
 /// What an operation does.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum Action {
     /// Sends updates.
     Send(Rule),
     /// Receives the values.
     Receive,
+}
+
+impl Action {
+    /// Whether it sends the caller's elements.
+    pub fn sends_elements(self) -> bool {
+        matches!(self, Action::Send(rule) if rule.has_elements())
+    }
 }
 
 /// An operation on tensors of a server that follow each other.
@@ -59,7 +68,7 @@ impl Operation {
 
     /// Whether it has the caller's memory.
     pub fn has_elements(&self) -> bool {
-        !matches!(self.action, Action::Send(rule) if !rule.has_elements())
+        self.action == Action::Receive || self.action.sends_elements()
     }
 
     /// The memory of the caller's elements from `element` of tensor `tensor` on; null if there are none.

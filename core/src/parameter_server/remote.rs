@@ -13,7 +13,6 @@ use std::sync::atomic::Ordering;
 use serde::{Deserialize, Serialize};
 
 use super::operation::{Action, Operation};
-use super::rule::Rule;
 use super::state::ServerState;
 use crate::codec::{decode, encode};
 use crate::error::{Error, Result};
@@ -30,21 +29,11 @@ const HEADER_BYTES: usize = 64;
 const REQUEST_TAG: u32 = 0;
 const MAX_ANSWER_TAG: u32 = 1 << 20;
 
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-enum What {
-    Update {
-        rule: i32,
-        factor: f64,
-    },
-    Read,
-    /// The owner's own thread ends.
-    End,
-}
-
 /// A request for some elements of the shard of its receiver.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct RequestHeader {
-    what: What,
+    /// `None`: the thread that applies requests ends; only its own rank sends that.
+    action: Option<Action>,
     tensor: usize,
     start: usize,
     len: usize,
@@ -154,24 +143,17 @@ impl<'a> Exchange<'a> {
         let stored = server.shards.layout().tensors()[tensor];
         let element = server.shards.shard(tensor, owner).start + part.start;
         let (memory, bytes) = (operation.memory(tensor, element), part.len() * stored.dtype.size());
-        let what = match operation.action {
-            Action::Send(rule) => {
-                let (rule, factor) = rule.code();
-                What::Update { rule, factor }
-            }
-            Action::Receive => What::Read,
-        };
-        let header = RequestHeader { what, tensor, start: part.start, len: part.len(), answer: tag };
+        let action = operation.action;
+        let header = RequestHeader { action: Some(action), tensor, start: part.start, len: part.len(), answer: tag };
         let (mut header, mut applied) = (Box::new(header.to_bytes()?), Box::new([0]));
         let (mut sent, mut answered) = (Spans::default(), Spans::default());
         sent.add(header.as_mut_ptr(), HEADER_BYTES)?;
-        match operation.action {
-            Action::Send(rule) if rule.has_elements() => sent.add(memory, bytes)?,
-            Action::Send(_) => {}
-            Action::Receive => answered.add(memory, bytes)?,
+        if action.sends_elements() {
+            sent.add(memory, bytes)?;
         }
-        if operation.action != Action::Receive {
-            answered.add(applied.as_mut_ptr(), 1)?;
+        match action {
+            Action::Send(_) => answered.add(applied.as_mut_ptr(), 1)?,
+            Action::Receive => answered.add(memory, bytes)?,
         }
         let options = |tag| MessageOptions {
             peer: Some(owner),
@@ -264,11 +246,9 @@ fn serve_requests(server: &Arc<ServerState>, answers: &mut VecDeque<Answer>) -> 
     loop {
         let status = receive.wait(None)?;
         let header = now.header()?;
-        if matches!(header.what, What::End) {
-            return Ok(());
-        }
+        let Some(action) = header.action else { return Ok(()) };
         receive = next.receive(&server.group)?;
-        let handled = handle(server, status, &now, header, answers);
+        let handled = handle(server, status, &now, (action, header), answers);
         if let Err(error) = handled {
             server.group.fail(&error);
             let _ended = receive.wait(None);
@@ -282,35 +262,29 @@ fn handle(
     server: &ServerState,
     status: Status,
     inbox: &Inbox,
-    header: RequestHeader,
+    (action, header): (Action, RequestHeader),
     answers: &mut VecDeque<Answer>,
 ) -> Result<()> {
-    let RequestHeader { what, tensor, start, len, answer } = header;
+    let RequestHeader { tensor, start, len, answer, .. } = header;
     let malformed = || Error::Internal("a request to the parameter server is malformed".into());
     let stored = server.shards.layout().tensors().get(tensor).ok_or_else(malformed)?;
     let part = start..start.checked_add(len).ok_or_else(malformed)?;
     let bytes = len * stored.dtype.size();
-    let elements = match what {
-        What::Update { rule, factor } if Rule::from_code(rule, factor)?.has_elements() => bytes,
-        _ => 0,
-    };
+    let elements = if action.sends_elements() { bytes } else { 0 };
     if part.end > server.shards.shard(tensor, server.rank).len()
         || len > CHUNK_BYTES / stored.storage().size()
         || status.bytes != HEADER_BYTES + elements
     {
         return Err(malformed());
     }
-    let mut reply = vec![0; if matches!(what, What::Read) { bytes } else { 1 }];
+    let mut reply = vec![0; if action == Action::Receive { bytes } else { 1 }];
     let what_text = format!("a request of {} to the parameter server", server.group.rank_name(status.source));
     server.group.with_limits(&what_text, Timeout::GroupDefault, |wait| {
         // SAFETY: the lengths were compared above.
         unsafe {
-            match what {
-                What::Update { rule, factor } => {
-                    let rule = Rule::from_code(rule, factor)?;
-                    server.shards.update(server.rank, tensor, part, rule, inbox.elements(), wait)
-                }
-                What::Read | What::End => server.shards.read(server.rank, tensor, part, reply.as_mut_ptr(), wait),
+            match action {
+                Action::Send(rule) => server.shards.update(server.rank, tensor, part, rule, inbox.elements(), wait),
+                Action::Receive => server.shards.read(server.rank, tensor, part, reply.as_mut_ptr(), wait),
             }
         }
     })?;
@@ -335,7 +309,7 @@ fn handle(
 
 /// Ends the thread of this rank's own requests.
 pub(super) fn end(server: &ServerState) -> Result<()> {
-    let header = RequestHeader { what: What::End, tensor: 0, start: 0, len: 0, answer: 0 };
+    let header = RequestHeader { action: None, tensor: 0, start: 0, len: 0, answer: 0 };
     let mut bytes = header.to_bytes()?;
     let mut spans = Spans::default();
     spans.add(bytes.as_mut_ptr(), HEADER_BYTES)?;

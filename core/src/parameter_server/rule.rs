@@ -1,12 +1,14 @@
 //! What an update does to the elements of a shard. Pure arithmetic on raw memory.
 
+use serde::{Deserialize, Serialize};
+
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::reduce::{ReduceOp, Reduction};
 use crate::stream_copy::stream_copy;
 
 /// What an update does to the server's elements.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum Rule {
     /// Sets them to zero; the update has no elements.
     Zero,
@@ -30,16 +32,6 @@ impl Rule {
             2 => Ok(Rule::Add),
             3 => Ok(Rule::AddScaled(factor)),
             _ => Err(Error::Invalid(format!("no rule of a parameter server has the code {code}"))),
-        }
-    }
-
-    /// Its code, and its factor.
-    pub fn code(self) -> (i32, f64) {
-        match self {
-            Rule::Zero => (0, 1.0),
-            Rule::Copy => (1, 1.0),
-            Rule::Add => (2, 1.0),
-            Rule::AddScaled(factor) => (3, factor),
         }
     }
 
@@ -166,10 +158,8 @@ mod tests {
         assert_eq!(applied(Rule::Copy, &start, &update), update);
         assert_eq!(applied(Rule::Add, &start, &update), [5.0, 6.0, f32::INFINITY]);
         assert_eq!(applied(Rule::AddScaled(-0.5), &start, &update), [-1.0, -6.0, f32::NEG_INFINITY]);
-        for code in 0..4 {
-            let rule = Rule::from_code(code, 0.25).map(Rule::code);
-            assert_eq!(rule.map(|(code, _)| code), Ok(code));
-        }
+        let rules = [Rule::Zero, Rule::Copy, Rule::Add, Rule::AddScaled(0.25)];
+        assert!((0..).zip(rules).all(|(code, rule)| Rule::from_code(code, 0.25) == Ok(rule)));
         assert!(Rule::from_code(4, 1.0).is_err());
     }
 
