@@ -32,152 +32,131 @@ pub enum KernelSet {
     Sums,
 }
 
-/// The source of a set, the first part of its kernels' names, and the last parts, as in `types.cuh`.
+/// The source of a set, and the names of its kernels: each operator with each kind of elements, as in `types.cuh`. At the
+/// end of [`KernelSet::Means`] comes [`COPY`].
 pub(super) struct Source {
     pub text: &'static str,
-    pub what: &'static str,
-    pub types: &'static [&'static str],
+    pub operators: &'static [&'static str],
+    pub elements: &'static [&'static str],
+}
+
+impl Source {
+    /// The names of the kernels, in their order.
+    pub fn names(&self) -> Vec<String> {
+        let of = |operator| self.elements.iter().map(move |elements| format!("{operator}_{elements}"));
+        let copy = self.text == SOURCES[KernelSet::Means as usize].text;
+        self.operators.iter().flat_map(of).chain(copy.then(|| COPY.to_owned())).collect()
+    }
+}
+
+/// A kernel of a set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Kernel {
+    pub set: KernelSet,
+    pub operator: &'static str,
+    pub elements: &'static str,
+}
+
+impl Kernel {
+    /// Its place among those of its set.
+    pub fn place(self) -> Option<usize> {
+        let Source { operators, elements, .. } = &SOURCES[self.set as usize];
+        let place = |names: &[&str], name: &str| names.iter().position(|of| *of == name);
+        Some(place(operators, self.operator)? * elements.len() + place(elements, self.elements)?)
+    }
 }
 
 const FREQUENT: &[&str] =
-    &["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise", COPY];
+    &["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "f32_precise", "f16_precise", "bf16_precise"];
 const ORDERED: &[&str] = &["f32", "f64", "f16", "bf16", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"];
-const INTEGERS: [DType; 8] =
-    [DType::I8, DType::U8, DType::I16, DType::U16, DType::I32, DType::U32, DType::I64, DType::U64];
-/// Means, minima, maxima and products, each of [`INTEGERS`].
-const SCALED_INTEGERS: &[&str] = &[
-    "average_i8",
-    "average_u8",
-    "average_i16",
-    "average_u16",
-    "average_i32",
-    "average_u32",
-    "average_i64",
-    "average_u64",
-    "min_i8",
-    "min_u8",
-    "min_i16",
-    "min_u16",
-    "min_i32",
-    "min_u32",
-    "min_i64",
-    "min_u64",
-    "max_i8",
-    "max_u8",
-    "max_i16",
-    "max_u16",
-    "max_i32",
-    "max_u32",
-    "max_i64",
-    "max_u64",
-    "product_i8",
-    "product_u8",
-    "product_i16",
-    "product_u16",
-    "product_i32",
-    "product_u32",
-    "product_i64",
-    "product_u64",
-];
+const INTEGERS: &[&str] = ORDERED.split_at(4).1;
 const FLOATS: &[&str] = &["f32", "f64", "f16", "bf16", "f32_precise", "f16_precise", "bf16_precise"];
-/// The kernel that copies, at the end of [`KernelSet::Means`].
+const MULTIPLIED: &[&str] =
+    &["f32", "f64", "f16", "bf16", "f32_precise", "f16_precise", "bf16_precise", "bits8", "bits16", "bits32", "bits64"];
+/// The kernel that copies, the last of [`KernelSet::Means`].
 pub(super) const COPY: &str = "copy_bytes";
 
 /// In the order of [`KernelSet`].
 pub(super) const SOURCES: [Source; 12] = [
-    Source { text: include_str!("kernels/allreduce_mean.cu"), what: "average_", types: FREQUENT },
+    Source { text: include_str!("kernels/allreduce_mean.cu"), operators: &["average"], elements: FREQUENT },
     Source {
         text: include_str!("kernels/allreduce_integers.cu"),
-        what: "average_",
-        types: &["i16", "u16", "u32", "u64"],
+        operators: &["average"],
+        elements: &["i16", "u16", "u32", "u64"],
     },
-    Source { text: include_str!("kernels/allreduce_min.cu"), what: "min_", types: ORDERED },
-    Source { text: include_str!("kernels/allreduce_max.cu"), what: "max_", types: ORDERED },
+    Source { text: include_str!("kernels/allreduce_min.cu"), operators: &["min"], elements: ORDERED },
+    Source { text: include_str!("kernels/allreduce_max.cu"), operators: &["max"], elements: ORDERED },
+    Source { text: include_str!("kernels/allreduce_product.cu"), operators: &["product"], elements: MULTIPLIED },
+    Source { text: include_str!("kernels/allreduce_bits.cu"), operators: &["bit"], elements: &["and", "or", "xor"] },
+    Source { text: include_str!("kernels/allreduce_scaled_mean.cu"), operators: &["scaled_average"], elements: FLOATS },
+    Source { text: include_str!("kernels/allreduce_scaled_min.cu"), operators: &["scaled_min"], elements: FLOATS },
+    Source { text: include_str!("kernels/allreduce_scaled_max.cu"), operators: &["scaled_max"], elements: FLOATS },
     Source {
-        text: include_str!("kernels/allreduce_product.cu"),
-        what: "product_",
-        types: &[
-            "f32",
-            "f64",
-            "f16",
-            "bf16",
-            "f32_precise",
-            "f16_precise",
-            "bf16_precise",
-            "bits8",
-            "bits16",
-            "bits32",
-            "bits64",
-        ],
+        text: include_str!("kernels/allreduce_scaled_product.cu"),
+        operators: &["scaled_product"],
+        elements: FLOATS,
     },
-    Source { text: include_str!("kernels/allreduce_bits.cu"), what: "bit_", types: &["and", "or", "xor"] },
-    Source { text: include_str!("kernels/allreduce_scaled_mean.cu"), what: "scaled_average_", types: FLOATS },
-    Source { text: include_str!("kernels/allreduce_scaled_min.cu"), what: "scaled_min_", types: FLOATS },
-    Source { text: include_str!("kernels/allreduce_scaled_max.cu"), what: "scaled_max_", types: FLOATS },
-    Source { text: include_str!("kernels/allreduce_scaled_product.cu"), what: "scaled_product_", types: FLOATS },
-    Source { text: include_str!("kernels/allreduce_scaled_integers.cu"), what: "scaled_", types: SCALED_INTEGERS },
     Source {
-        text: include_str!("kernels/reduce_sum.cu"),
-        what: "sum_",
-        types: FREQUENT.split_at(FREQUENT.len() - 1).0,
+        text: include_str!("kernels/allreduce_scaled_integers.cu"),
+        operators: &["scaled_average", "scaled_min", "scaled_max", "scaled_product"],
+        elements: INTEGERS,
     },
+    Source { text: include_str!("kernels/reduce_sum.cu"), operators: &["sum"], elements: FREQUENT },
 ];
 
-/// The last part of the names of kernels for a floating type; with `precise`, accumulators are float64.
-fn float_name(dtype: DType, precise: bool) -> Option<&'static str> {
+/// What the names of kernels call elements of `dtype`; with `precise`, accumulators are float64.
+fn elements_of(dtype: DType, precise: bool) -> Option<&'static str> {
     Some(match (dtype, precise) {
-        (DType::F32, false) => "f32",
-        (DType::F64, _) => "f64",
-        (DType::F16, false) => "f16",
-        (DType::BF16, false) => "bf16",
         (DType::F32, true) => "f32_precise",
         (DType::F16, true) => "f16_precise",
         (DType::BF16, true) => "bf16_precise",
-        _ => return None,
+        (DType::F32, false) => "f32",
+        (DType::F16, false) => "f16",
+        (DType::BF16, false) => "bf16",
+        (DType::F64, _) => "f64",
+        (DType::I8, _) => "i8",
+        (DType::U8, _) => "u8",
+        (DType::I16, _) => "i16",
+        (DType::U16, _) => "u16",
+        (DType::I32, _) => "i32",
+        (DType::U32, _) => "u32",
+        (DType::I64, _) => "i64",
+        (DType::U64, _) => "u64",
+        (DType::Bool | DType::Complex64 | DType::Complex128, _) => return None,
     })
 }
 
-/// Its place in [`INTEGERS`], the order of all lists of their names.
-fn integer_index(dtype: DType) -> Option<usize> {
-    INTEGERS.iter().position(|integer| *integer == dtype)
-}
-
-fn integer_name(dtype: DType) -> Option<&'static str> {
-    integer_index(dtype).map(|index| ["i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"][index])
-}
-
-/// The kernel of an operator on elements of [`kernel_type`], as its set and the last part of its name.
-pub(super) fn kernel_of(op: ReduceOp, dtype: DType, precise: bool) -> Option<(KernelSet, &'static str)> {
-    let number = |precise| float_name(dtype, precise).or_else(|| integer_name(dtype));
-    let scaled = |set, index: usize| match float_name(dtype, precise) {
-        Some(name) => Some((set, name)),
-        None => {
-            let name = SCALED_INTEGERS[index * INTEGERS.len() + integer_index(dtype)?];
-            Some((KernelSet::ScaledIntegers, name))
+/// The kernel of an operator on elements of [`kernel_type`].
+pub(super) fn kernel_of(op: ReduceOp, dtype: DType, precise: bool) -> Option<Kernel> {
+    let elements = elements_of(dtype, precise)?;
+    let scaled = |set| if dtype.is_float() { set } else { KernelSet::ScaledIntegers };
+    let (set, operator, elements) = match op {
+        ReduceOp::Sum | ReduceOp::Mean if FREQUENT.contains(&elements) => (KernelSet::Means, "average", elements),
+        ReduceOp::Sum | ReduceOp::Mean => (KernelSet::Integers, "average", elements),
+        ReduceOp::Min => (KernelSet::Minima, "min", elements_of(dtype, false)?),
+        ReduceOp::Max => (KernelSet::Maxima, "max", elements_of(dtype, false)?),
+        ReduceOp::Product if dtype.is_float() => (KernelSet::Products, "product", elements),
+        ReduceOp::Product => {
+            let bits = ["bits8", "bits16", "bits32", "bits64"][dtype.size().ilog2() as usize];
+            (KernelSet::Products, "product", bits)
         }
+        ReduceOp::BitAnd => (KernelSet::Bits, "bit", "and"),
+        ReduceOp::BitOr => (KernelSet::Bits, "bit", "or"),
+        ReduceOp::BitXor => (KernelSet::Bits, "bit", "xor"),
+        ReduceOp::ScaledSum { .. } | ReduceOp::ScaledMean { .. } => {
+            (scaled(KernelSet::ScaledMeans), "scaled_average", elements)
+        }
+        ReduceOp::ScaledMin { .. } => (scaled(KernelSet::ScaledMinima), "scaled_min", elements),
+        ReduceOp::ScaledMax { .. } => (scaled(KernelSet::ScaledMaxima), "scaled_max", elements),
+        ReduceOp::ScaledProduct { .. } => (scaled(KernelSet::ScaledProducts), "scaled_product", elements),
     };
-    match op {
-        ReduceOp::Sum | ReduceOp::Mean => number(precise)
-            .map(|name| (if FREQUENT.contains(&name) { KernelSet::Means } else { KernelSet::Integers }, name)),
-        ReduceOp::Min => number(false).map(|name| (KernelSet::Minima, name)),
-        ReduceOp::Max => number(false).map(|name| (KernelSet::Maxima, name)),
-        ReduceOp::Product => float_name(dtype, precise)
-            .or_else(|| integer_index(dtype).map(|index| ["bits8", "bits16", "bits32", "bits64"][index / 2]))
-            .map(|name| (KernelSet::Products, name)),
-        ReduceOp::BitAnd => Some((KernelSet::Bits, "and")),
-        ReduceOp::BitOr => Some((KernelSet::Bits, "or")),
-        ReduceOp::BitXor => Some((KernelSet::Bits, "xor")),
-        ReduceOp::ScaledSum { .. } | ReduceOp::ScaledMean { .. } => scaled(KernelSet::ScaledMeans, 0),
-        ReduceOp::ScaledMin { .. } => scaled(KernelSet::ScaledMinima, 1),
-        ReduceOp::ScaledMax { .. } => scaled(KernelSet::ScaledMaxima, 2),
-        ReduceOp::ScaledProduct { .. } => scaled(KernelSet::ScaledProducts, 3),
-    }
+    Some(Kernel { set, operator, elements })
 }
 
 /// The set of the kernel for `reduction`: sums are means with the divisor 1. Without one, it must run on the host.
 pub fn kernel_set(reduction: Reduction) -> Option<KernelSet> {
     let Reduction { op, dtype, acc_f64, .. } = reduction;
-    kernel_of(op, kernel_type(op, dtype), acc_f64).map(|(set, _)| set)
+    kernel_of(op, kernel_type(op, dtype), acc_f64).map(|kernel| kernel.set)
 }
 
 /// Whether there are kernels for the undivided sums of `reduction` that the host goes on with. It has other accumulators
@@ -185,7 +164,7 @@ pub fn kernel_set(reduction: Reduction) -> Option<KernelSet> {
 pub fn has_partial_kernel(reduction: Reduction) -> bool {
     let Reduction { op, dtype, acc_f64, .. } = reduction;
     let is_sum = op == ReduceOp::Mean || op == ReduceOp::Sum && dtype.is_float();
-    is_sum && kernel_of(op, dtype, acc_f64).is_some_and(|(set, _)| set == KernelSet::Means)
+    is_sum && kernel_of(op, dtype, acc_f64).is_some_and(|kernel| kernel.set == KernelSet::Means)
 }
 
 /// The type whose kernel runs `op` on elements of `dtype`: sums of integers wrap around, whatever their sign, and complex
@@ -203,6 +182,8 @@ pub fn kernel_type(op: ReduceOp, dtype: DType) -> DType {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     #[test]
@@ -222,27 +203,15 @@ mod tests {
                 }
             }
         }
-        let all = [
-            KernelSet::Means,
-            KernelSet::Integers,
-            KernelSet::Minima,
-            KernelSet::Maxima,
-            KernelSet::Products,
-            KernelSet::Bits,
-            KernelSet::ScaledMeans,
-            KernelSet::ScaledMinima,
-            KernelSet::ScaledMaxima,
-            KernelSet::ScaledProducts,
-            KernelSet::ScaledIntegers,
-        ];
-        for (set, source) in all.into_iter().zip(&SOURCES) {
-            let known = |name: &&str| *name == COPY || kernels.contains(&(set, name));
-            assert!(source.types.iter().all(known), "{set:?}");
-            assert!(
-                kernels.iter().filter(|(of, _)| *of == set).all(|(_, name)| source.types.contains(name)),
-                "{set:?}"
-            );
+        let sets: BTreeSet<KernelSet> = kernels.iter().map(|kernel: &Kernel| kernel.set).collect();
+        for set in sets {
+            let of_set = kernels.iter().filter(|kernel| kernel.set == set);
+            let places: BTreeSet<usize> = of_set.filter_map(|kernel| kernel.place()).collect();
+            let count = SOURCES[set as usize].names().len() - usize::from(set == KernelSet::Means);
+            assert!(places.into_iter().eq(0..count), "{set:?} has kernels that nothing runs");
         }
-        assert_eq!(SOURCES[KernelSet::Sums as usize].what, "sum_");
+        assert!(kernels.iter().all(|kernel| kernel.place().is_some()));
+        assert_eq!(SOURCES[KernelSet::Sums as usize].operators, ["sum"]);
+        assert_eq!(SOURCES[KernelSet::Means as usize].names().last().map(String::as_str), Some(COPY));
     }
 }

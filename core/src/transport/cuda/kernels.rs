@@ -11,7 +11,7 @@ use cudarc::driver::sys;
 
 use super::compiler::{c_string, load_module};
 use super::driver::{Address, Handle, check};
-use super::kernel_table::{COPY, KernelSet, SOURCES, Source, kernel_of};
+use super::kernel_table::{Kernel, KernelSet, SOURCES, Source, kernel_of};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::reduce::ReduceOp;
@@ -124,9 +124,9 @@ impl Kernels {
         args: &Launch,
         stream: sys::CUstream,
     ) -> Result<()> {
-        let (set, name) = kernel_of(op, dtype, precise).ok_or_else(|| lacking(dtype))?;
+        let kernel = kernel_of(op, dtype, precise).ok_or_else(|| lacking(dtype))?;
         // SAFETY: the caller's promise.
-        unsafe { self.launch(self.function(set, name)?, args, stream) }
+        unsafe { self.launch(self.function(kernel)?, args, stream) }
     }
 
     /// Writes the undivided sums of the sources of `args` to its one target, with
@@ -138,9 +138,10 @@ impl Kernels {
     /// # Safety
     /// As for [`Kernels::reduce`].
     pub unsafe fn sum(&self, dtype: DType, precise: bool, args: &Launch, stream: sys::CUstream) -> Result<()> {
-        let (_, name) = kernel_of(ReduceOp::Sum, dtype, precise).ok_or_else(|| lacking(dtype))?;
+        let mean = kernel_of(ReduceOp::Sum, dtype, precise).ok_or_else(|| lacking(dtype))?;
+        let kernel = Kernel { set: KernelSet::Sums, operator: "sum", ..mean };
         // SAFETY: the caller's promise.
-        unsafe { self.launch(self.function(KernelSet::Sums, name)?, args, stream) }
+        unsafe { self.launch(self.function(kernel)?, args, stream) }
     }
 
     /// Compiles kernels and loads them into the current context, unless that was done before.
@@ -156,12 +157,10 @@ impl Kernels {
         kept.get_or_init(|| load(self.capability, &SOURCES[set as usize])).as_deref().map_err(Error::clone)
     }
 
-    fn function(&self, set: KernelSet, name: &str) -> Result<Function> {
-        let functions = self.load(set)?;
-        let index = SOURCES[set as usize].types.iter().position(|of| *of == name);
-        index
-            .and_then(|index| functions.get(index).copied())
-            .ok_or_else(|| Error::Internal(format!("there is no GPU kernel {}{name}", SOURCES[set as usize].what)))
+    fn function(&self, kernel: Kernel) -> Result<Function> {
+        let functions = self.load(kernel.set)?;
+        let function = kernel.place().and_then(|place| functions.get(place).copied());
+        function.ok_or_else(|| Error::Internal(format!("there is no GPU kernel {kernel:?}")))
     }
 
     /// Copies bytes: `args` counts bytes and has one source, or none if it only fills.
@@ -169,8 +168,10 @@ impl Kernels {
     /// # Safety
     /// As for [`Kernels::reduce`].
     pub unsafe fn copy(&self, args: &Launch, stream: sys::CUstream) -> Result<()> {
+        let copy =
+            self.load(KernelSet::Means)?.last().ok_or_else(|| Error::Internal("there are no GPU kernels".into()))?;
         // SAFETY: the caller's promise.
-        unsafe { self.launch(self.function(KernelSet::Means, COPY)?, args, stream) }
+        unsafe { self.launch(*copy, args, stream) }
     }
 
     /// # Safety
@@ -193,14 +194,13 @@ fn lacking(dtype: DType) -> Error {
     Error::Internal(format!("there is no GPU kernel for {}", dtype.name()))
 }
 
-/// Compiles a source for GPUs of a capability and loads it into the current context. Returns its kernels in the order of
-/// their types.
+/// Compiles a source for GPUs of a capability and loads it into the current context. Returns its kernels in their order.
 fn load((major, minor): (i32, i32), source: &Source) -> Result<Vec<Function>> {
     let module = load_module(source.text, major * 10 + minor)?;
-    let find = |name: &&str| {
-        let name = if *name == COPY { c_string(name) } else { c_string(&format!("{}{name}", source.what)) }?;
+    let find = |name: String| {
+        let name = c_string(&name)?;
         // SAFETY: the module is loaded and is never unloaded.
         check("finding a kernel", unsafe { module::get_function(module, name) }).map(Handle)
     };
-    source.types.iter().map(find).collect()
+    source.names().into_iter().map(find).collect()
 }
