@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import glob
@@ -118,15 +119,13 @@ STAGES = [
         limit_s=900,
         fast=True,
     ),
-    Stage("lint Rust", clippy(*LIBRARIES), ("core",), fast=True),
-    # The fuzzers are a workspace of their own, and run in tests/heavy.sh only. For a check, libFuzzer is not compiled.
+    # The fuzzers run in tests/heavy.sh only. For a check, libFuzzer is not compiled.
     Stage(
-        "fuzzers",
-        bash(
-            'export CUSTOM_LIBFUZZER_PATH="$PWD/fuzz/Cargo.toml"',
-            " ".join(compiles(*cargo("check", "--manifest-path=fuzz/Cargo.toml", "--target-dir=target"))),
-        ),
-        ("lint Rust",),
+        "lint Rust",
+        ["env", f"CUSTOM_LIBFUZZER_PATH={os.path.abspath('fuzz/Cargo.toml')}"]
+        + clippy(*LIBRARIES, "--package=dl_comm_fuzz"),
+        ("core",),
+        fast=True,
     ),
     Stage("op libraries", compiles("python", "-m", "dl_comm.build"), SETUP, limit_s=900, fast=True),
     # The package, and what it tells the type checker of a user.

@@ -21,9 +21,8 @@ struct Input {
     /// Lengths of blocks, of each tensor.
     counts: Option<Vec<Vec<usize>>>,
     receive: Option<Vec<Vec<usize>>>,
-    /// By tower, the address (from a small range, so that tensors overlap), type, length and shape of each tensor. The
-    /// memory is never read.
-    towers: Vec<Vec<(u16, u8, Length, Vec<i64>)>>,
+    /// The tensors of each tower.
+    towers: Vec<Vec<AnyTensor>>,
     name: String,
     instance: String,
     tensor_names: String,
@@ -36,6 +35,16 @@ struct Input {
     carry: f64,
 }
 
+/// A tensor, whose memory is never read.
+#[derive(Debug, Arbitrary)]
+struct AnyTensor {
+    /// From a small range, so that tensors overlap.
+    address: u16,
+    dtype: u8,
+    length: Length,
+    shape: Vec<i64>,
+}
+
 #[derive(Debug, Clone, Copy, Arbitrary)]
 enum Length {
     Small(u8),
@@ -43,13 +52,13 @@ enum Length {
 }
 
 fuzz_target!(|input: Input| {
-    let tensor = |(address, code, length, shape): &(u16, u8, Length, Vec<i64>)| {
+    let tensor = |AnyTensor { address, dtype, length, shape }: &AnyTensor| {
         let length = match *length {
             Length::Small(length) => usize::from(length),
             Length::Any(length) => length,
         };
         let address = std::ptr::without_provenance_mut(usize::from(*address));
-        Tensor::new(Buffer::in_place(address, length, DType::ALL[usize::from(*code) % DType::ALL.len()]), shape)
+        Tensor::new(Buffer::in_place(address, length, DType::ALL[usize::from(*dtype) % DType::ALL.len()]), shape)
     };
     let towers: Vec<Vec<Tensor>> = input.towers.iter().map(|tower| tower.iter().map(tensor).collect()).collect();
     let reduce = ReduceOp::ALL[usize::from(input.reduce) % ReduceOp::ALL.len()];
@@ -67,7 +76,8 @@ fuzz_target!(|input: Input| {
             slot,
         )
     };
-    let lengths = |lists: &Vec<Vec<usize>>| lists.iter().map(|lengths| Bounds::new(lengths)).collect::<Option<Vec<_>>>();
+    let lengths =
+        |lists: &Vec<Vec<usize>>| lists.iter().map(|lengths| Bounds::new(lengths)).collect::<Option<Vec<_>>>();
     let counts = match (input.counts.as_ref().map(lengths), input.receive.as_ref().map(lengths)) {
         (Some(Some(send)), Some(Some(receive))) => Counts::Pairs { send, receive },
         (Some(Some(bounds)), None) => Counts::Ranks(bounds),

@@ -45,9 +45,12 @@ impl Team {
     }
 }
 
+/// The place in the arena, the length and the type of each tensor; or no list.
+type TensorList = Option<Vec<(u16, u16, i8)>>;
+
 #[derive(Debug, Arbitrary)]
 pub struct Towers {
-    lists: Option<Vec<Option<Vec<(u16, u16, i8)>>>>,
+    lists: Option<Vec<TensorList>>,
     counts: Vec<c_int>,
     ntowers: c_int,
 }
