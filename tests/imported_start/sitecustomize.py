@@ -115,8 +115,9 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     for file, wanted in zip(high, request["files"], strict=True):
         os.dup2(file, wanted)
         os.close(file)
-    before, now = (set(env.get("PYTHONPATH", "").split(os.pathsep)) for env in (os.environ, request["environment"]))
-    sys.path[:] = [folder for folder in sys.path if folder not in before - now]
+    before, now = (env.get("PYTHONPATH", "").split(os.pathsep) for env in (os.environ, request["environment"]))
+    kept = [folder for folder in sys.path if folder in now or folder not in before]
+    sys.path[:] = [folder for folder in now if folder and folder not in kept] + kept
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ranks import free_port
@@ -21,25 +22,38 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run_ranks(
-    script: str, size: int, env: Mapping[str, str] | None = None, timeout: float = 90, expect: int | None = 0
+    script: str,
+    size: int,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 90,
+    expect: int | None = 0,
+    python: Sequence[str] = (sys.executable,),
 ) -> list[str]:
     """Runs a script on ranks; returns their outputs. ``expect``: the exit status of each; None: any."""
     job = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=environment(HOROVOD_RANK=str(rank), HOROVOD_SIZE=str(size), **job, **(env or {})),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(script)
+        file.flush()
+        processes = [
+            subprocess.Popen(
+                [*python, file.name],
+                env=environment(HOROVOD_RANK=str(rank), HOROVOD_SIZE=str(size), **job, **(env or {})),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        outputs = _outputs(processes, timeout)
     for process, output in zip(processes, outputs, strict=True):
         assert expect is None or process.returncode == expect, output
     return outputs
+
+
+def _outputs(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[str]:
+    """Those of processes that end within ``timeout``; kills the others."""
+    try:
+        return [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from hvd_ranks import environment, run_ranks
 
+from imported import TORCH, python
+
+# Every test starts its ranks one after the other, in one process of pytest: torch is imported once.
+pytestmark = pytest.mark.xdist_group("torch")
 HEAD = """
 import os, time, torch
 import horovod.torch as hvd
 """
+
+
+def run(script: str, size: int, env: Mapping[str, str] | None = None, expect: int | None = 0) -> list[str]:
+    """Runs a script on ranks that have imported torch."""
+    return run_ranks(HEAD + script, size, env, expect=expect, python=python(*TORCH))
+
+
+def run_alone(script: str, path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script, which is kept in ``path``, on rank 0."""
+    path.write_text(HEAD + script)
+    command = [*python(*TORCH), str(path)]
+    return subprocess.run(
+        command, env=environment(HOROVOD_RANK="0", **env), timeout=60, capture_output=True, text=True, check=False
+    )
 
 
 def test_the_job_starts_ends_and_starts_again() -> None:
@@ -37,16 +55,15 @@ for again in range(20):
     hvd.shutdown()
     assert not hvd.is_initialized()
 """
-    run_ranks(HEAD + script, 3)
+    run(script, 3)
 
 
-def test_one_rank_needs_no_address_and_two_do() -> None:
-    script = HEAD + "hvd.init(); assert hvd.size() == 1; assert hvd.join() == 0; hvd.barrier()"
-    env = environment(HOROVOD_RANK="0", HOROVOD_SIZE="1")
-    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=60)
-    env = environment(HOROVOD_RANK="0", HOROVOD_SIZE="2")
-    found = subprocess.run([sys.executable, "-c", script], env=env, timeout=60, capture_output=True, text=True)
-    assert "set HOROVOD_GLOO_RENDEZVOUS_ADDR" in found.stderr
+def test_one_rank_needs_no_address_and_two_do(tmp_path: Path) -> None:
+    script = "hvd.init(); assert hvd.size() == 1; assert hvd.join() == 0; hvd.barrier()"
+    path = tmp_path / "script.py"
+    alone = run_alone(script, path, HOROVOD_SIZE="1")
+    assert alone.returncode == 0, alone.stderr
+    assert "set HOROVOD_GLOO_RENDEZVOUS_ADDR" in run_alone(script, path, HOROVOD_SIZE="2").stderr
 
 
 @pytest.mark.heavy
@@ -55,7 +72,7 @@ def test_numbers_of_the_launcher_count() -> None:
         "hvd.init(); assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (0, 1, 3, 4)"
     )
     given = {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "CROSS_RANK": "3", "CROSS_SIZE": "4"}
-    run_ranks(HEAD + script, 2, {f"HOROVOD_{name}": value for name, value in given.items()})
+    run(script, 2, {f"HOROVOD_{name}": value for name, value in given.items()})
 
 
 def test_static_process_sets() -> None:
@@ -79,7 +96,7 @@ hvd.shutdown()
 hvd.init(process_sets="dynamic")
 assert hvd.add_process_set([0, 1]).process_set_id == 1
 """
-    run_ranks(HEAD + script, 3)
+    run(script, 3)
 
 
 @pytest.mark.heavy
@@ -97,7 +114,7 @@ else:
     job = "HOROVOD_GLOO_RENDEZVOUS_"
     dl_comm.init(rank=1, size=3, address=f"{os.environ[job + 'ADDR']}:{os.environ[job + 'PORT']}")
 """
-    run_ranks(HEAD + script, 3)
+    run(script, 3)
 
 
 @pytest.mark.parametrize("marks", [pytest.param("0", marks=pytest.mark.heavy), "1"])
@@ -117,7 +134,7 @@ hvd.broadcast(torch.ones(2), 0)
 hvd.shutdown()
 """
     path = tmp_path / "timeline.json"
-    run_ranks(HEAD + script, 2, {"HOROVOD_TIMELINE": str(path), "HOROVOD_TIMELINE_MARK_CYCLES": marks})
+    run(script, 2, {"HOROVOD_TIMELINE": str(path), "HOROVOD_TIMELINE_MARK_CYCLES": marks})
     events = json.loads(path.read_text())
     assert "start_time_since_epoch_in_micros" in events[0]["args"]
     names = [event.get("args", {}).get("name") for event in events]
@@ -133,8 +150,8 @@ hvd.shutdown()
 def test_the_timeline_is_complete_after_an_exit(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     script = 'hvd.init(); hvd.start_timeline(os.environ["FILE"]); hvd.allreduce(torch.ones(1), name="only")'
-    env = environment(HOROVOD_RANK="0", HOROVOD_SIZE="1", FILE=str(path))
-    subprocess.run([sys.executable, "-c", HEAD + script], env=env, check=True, timeout=60)
+    ended = run_alone(script, tmp_path / "script.py", HOROVOD_SIZE="1", FILE=str(path))
+    assert ended.returncode == 0, ended.stderr
     assert "allreduce.only" in [event.get("args", {}).get("name") for event in json.loads(path.read_text())]
 
 
@@ -150,7 +167,7 @@ else: raise SystemExit("no error")
 assert time.monotonic() - begin < 10
 os._exit(0)
 """
-    outputs = run_ranks(HEAD + script, 2, expect=None)
+    outputs = run(script, 2, expect=None)
     assert "caught" in outputs[0]
 
 
@@ -173,6 +190,6 @@ os._exit(0)
         "HOROVOD_LOG_LEVEL": "debug",
         "HOROVOD_CACHE_CAPACITY": "1",
     }
-    outputs = run_ranks(HEAD + script, 2, env, expect=None)
+    outputs = run(script, 2, env, expect=None)
     assert "caught" in outputs[0]
     assert outputs[0].count("HOROVOD_CACHE_CAPACITY has no effect") == 1
