@@ -77,6 +77,14 @@ fn ops(root: usize) -> Vec<Op> {
     TABLE.iter().map(|row| Op::from_code(row.code, ReduceOp::Mean, root).unwrap()).collect()
 }
 
+/// Values that repeat after a prime number of elements: to make them must not take longer than the call.
+fn repeated<T: Copy>(len: usize, value: impl Fn(usize) -> T) -> Vec<T> {
+    let first: Vec<T> = (0..len.min(997)).map(value).collect();
+    let mut all = first.repeat(len.div_ceil(997));
+    all.truncate(len);
+    all
+}
+
 /// Runs `op` on blocks of `len` floats, and returns the bits of the output of this rank.
 fn bits(rank: &Rank, op: Op, len: usize) -> Vec<u32> {
     let blocks = |has_many: bool| if has_many { rank.size } else { 1 };
@@ -86,12 +94,12 @@ fn bits(rank: &Rank, op: Op, len: usize) -> Vec<u32> {
         Pattern::Scatter => (rank.size, 1),
         Pattern::Exchange => (blocks(true), blocks(true)),
     };
-    let value = |index: usize| ((index as f32 * 0.7 + rank.rank as f32 * 1e3).sin() * 1e3).to_bits();
+    let value = |index: usize| (index as f32 * 0.7 + rank.rank as f32 * 1e3).sin() * 1e3;
     if op.is_barrier() {
         rank.call(op, Vec::new(), "").unwrap();
         return Vec::new();
     }
-    let input: Vec<f32> = (0..sent * len).map(|index| f32::from_bits(value(index))).collect();
+    let input = repeated(sent * len, value);
     let mut output = if op.pattern() == Pattern::Line { input.clone() } else { vec![0.0; received * len] };
     let (from, to) = match op.pattern() {
         Pattern::Line => (output.as_ptr(), output.as_mut_ptr()),
@@ -138,11 +146,11 @@ fn limits_change_no_bits() {
 /// The sum over all ranks of a list of several types, as the bits of this rank's output.
 fn bits_of_types(rank: &Rank, op: Op, len: usize) -> Vec<u64> {
     let value = |index: usize| ((index as f64 * 0.7 + rank.rank as f64 * 1e3).sin() * 1e3).round() / 64.0;
-    let mut floats: Vec<f32> = (0..len).map(|index| value(index) as f32).collect();
-    let mut doubles: Vec<f64> = (0..len / 2).map(value).collect();
-    let mut integers: Vec<i64> = (0..len / 3).map(|index| value(index) as i64).collect();
+    let mut floats: Vec<f32> = repeated(len, |index| value(index) as f32);
+    let mut doubles: Vec<f64> = repeated(len / 2, value);
+    let mut integers: Vec<i64> = repeated(len / 3, |index| value(index) as i64);
     // The bits of these are any finite numbers.
-    let mut halves: Vec<u16> = (0..len).map(|index| (index * 7 + rank.rank) as u16 & 0x3bff).collect();
+    let mut halves: Vec<u16> = repeated(len, |index| (index * 7 + rank.rank) as u16 & 0x3bff);
     let half = Buffer::new(halves.as_ptr().cast(), halves.as_mut_ptr().cast(), len, DType::BF16);
     let tensors = vec![tensor(&mut floats), tensor(&mut doubles), tensor(&mut integers), Tensor::new(half, &[])];
     rank.call(op, vec![tensors], "").unwrap();

@@ -459,7 +459,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
+    #![proptest_config(ProptestConfig::with_cases(dl_comm_core::cases::cases(60)))]
 
     /// Lists in the parameters work like lists in memory.
     #[test]
@@ -519,7 +519,7 @@ fn check_sums(name: &str, reduction: Reduction, case: &Case) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
+    #![proptest_config(ProptestConfig::with_cases(dl_comm_core::cases::cases(60)))]
 
     #[test]
     fn sums_have_the_same_bits_as_in_the_core(case in cases()) {
