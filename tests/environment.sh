@@ -8,3 +8,5 @@ export PYO3_PYTHON="$venv/bin/python" DL_COMM_TEST_PYTHON="$venv/bin/python"
 LIBCLANG_PATH="${LIBCLANG_PATH:-$venv/lib/$version/site-packages/clang/native}"
 BINDGEN_EXTRA_CLANG_ARGS="-isystem $(cc -print-file-name=include)"
 export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS
+# NumPy's threads for algebra would spin at each start of an interpreter: a tenth of a second of a processor.
+export OPENBLAS_NUM_THREADS=1

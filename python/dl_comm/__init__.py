@@ -33,12 +33,12 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_") and name not in ("__all__", "__version__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")  # a private module, not yet imported
     if name in ("compat", "run"):
-        return importlib.import_module(f"dl_comm.{name}")  # the latter needs no core
+        return importlib.import_module(f"dl_comm.{name}")  # the latter needs no core, and scripts seldom need it
     listed, unlisted = (importlib.import_module(f"dl_comm._api.{module}") for module in ("names", "unlisted"))
     if name != "__all__" and name not in listed.__all__ and name not in unlisted.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in (listed, unlisted):
-        for each in module.__all__:
+        for each in vars(module).keys() & module.__all__:
             globals().setdefault(each, getattr(module, each))  # a program may have replaced one
     # Scripts of the plugin may import all names.
     globals()["__all__"] = [*listed.__all__, *unlisted.__all__]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from dl_comm._base.torch_variables import Position
-from dl_comm.run._child import one_gpu, visible_gpus
+from dl_comm._base.visible_gpus import visible_gpus
+from dl_comm.run._child import one_gpu
 from launch import Finished, run
 
 # Write each line at once, because the ranks' output interleaves.

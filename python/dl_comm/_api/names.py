@@ -53,7 +53,7 @@ from dl_comm._levels.communicators import Grid, grid
 from dl_comm._levels.split import split
 
 if not TYPE_CHECKING:
-    from dl_comm import run  # the package, which can be called
+    # Not `run`, the package that can be called: it is imported by its own first use.
     from dl_comm._api.dispatch import (
         all_gather,
         all_to_all,

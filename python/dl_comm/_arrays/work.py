@@ -5,7 +5,6 @@ Thread rule: any thread may use every object.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections.abc import Callable, Generator
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -73,6 +72,8 @@ class Work(Generic[Result]):
         return other  # type: ignore[no-any-return]
 
     def __await__(self) -> Generator[Any, None, Result]:
+        import asyncio  # here, as it would cost each start 30 ms
+
         return asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from dl_comm import _dl_comm
 from dl_comm._base import log
 from dl_comm._base.errors import StateError
-from dl_comm.run._child import visible_gpus
+from dl_comm._base.visible_gpus import visible_gpus
 
 
 def pin() -> int | None:

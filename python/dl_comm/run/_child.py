@@ -40,6 +40,7 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[2]))
 from dl_comm._base.master import MasterError, Start
 from dl_comm._base.torch_variables import Position, launched, rank_of
+from dl_comm._base.visible_gpus import visible_gpus
 
 FORWARDED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT")
 TOKEN_BYTES = 32  # length of the token that begins a connection to dl-comm-run
@@ -122,19 +123,6 @@ def torch_start(env: Mapping[str, str], job: dict[str, Any], position: Position,
     except MasterError as error:
         os.write(err, f"dl-comm-run: {error}\n".encode())
         return None
-
-
-def visible_gpus(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs that a process with this environment sees, as names for ``CUDA_VISIBLE_DEVICES``.
-
-    Does not use CUDA, because CUDA reads that variable only once.
-    """
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
-        return names[: next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))]
-    numbers = (file.name.removeprefix("nvidia") for file in devices.glob("nvidia[0-9]*"))
-    # CUDA numbers the devices from 0, whatever their file names are.
-    return [str(i) for i in range(sum(number.isdecimal() for number in numbers))]
 
 
 def one_gpu(environ: Mapping[str, str], position: Position, local_size: int) -> dict[str, str]:

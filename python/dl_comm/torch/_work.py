@@ -5,7 +5,6 @@ Thread rule: any thread may use every object. A wait holds no GIL.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, cast
@@ -56,5 +55,7 @@ class Work(arrays_work.Work[arrays_work.Result]):
         super().__init__(cast(Any, Handle(number)), cast(Any, result))
 
     def __await__(self) -> Generator[Any, None, arrays_work.Result]:
+        import asyncio  # here, as it would cost each start 30 ms
+
         yield from asyncio.get_running_loop().run_in_executor(None, self._handle.wait, 0.0).__await__()
         return self.wait()
