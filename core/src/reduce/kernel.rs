@@ -30,9 +30,14 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// Whether [`Kernel::Baseline`] may be the best one of a current processor. On x86-64 only those without AVX2 need it: it
-    /// has no loops of whole reductions there, only of their steps, which take twice as long and a third of the code.
-    const BASELINE_IS_BEST: bool = cfg!(not(target_arch = "x86_64"));
+    /// Whether [`Kernel::Baseline`] has loops for whole reductions. On x86-64 only processors without AVX2 need it: there it
+    /// has only loops for steps, which take twice as long and a third of the code.
+    const BASELINE_IS_WHOLE: bool = cfg!(not(target_arch = "x86_64"));
+
+    /// Whether it has loops for whole reductions.
+    fn is_whole(self) -> bool {
+        Kernel::BASELINE_IS_WHOLE || self != Kernel::Baseline
+    }
 
     /// The kernels that this processor supports, fastest last.
     pub fn available() -> Vec<Kernel> {
@@ -102,10 +107,9 @@ pub(super) unsafe fn reduce<
     // Conditions of constants, so that loops that are never called are not compiled.
     // SAFETY: guaranteed by the caller; a block is read from all sources before it is written.
     unsafe {
-        if kernel == Kernel::Baseline && !Kernel::BASELINE_IS_BEST {
-            // In steps.
-        } else if const { In::NATIVE && O::IS_HOT } {
+        if const { In::NATIVE && O::IS_HOT } {
             match *sources {
+                _ if !kernel.is_whole() => {}
                 [a] => compiled!([a], 1),
                 [a, b] => compiled!([a, b], 2),
                 [a, b, c] => compiled!([a, b, c], 3),
@@ -113,6 +117,7 @@ pub(super) unsafe fn reduce<
                 _ => {}
             }
         } else if const { In::NATIVE && !O::LIFTS }
+            && kernel.is_whole()
             && let [a, b] = *sources
         {
             compiled!([a, b], 2);
@@ -272,11 +277,11 @@ unsafe fn compiled<
         }};
     }
     match kernel {
-        Kernel::Baseline => {
-            if const { !IS_WHOLE || Kernel::BASELINE_IS_BEST } {
-                compile!(Baseline)
-            }
-        }
+        Kernel::Baseline => match const { !IS_WHOLE || Kernel::BASELINE_IS_WHOLE } {
+            true => compile!(Baseline),
+            // Rather than results that nobody has written.
+            false => unreachable!("the kernel has loops for steps only"),
+        },
         #[cfg(target_arch = "x86_64")]
         Kernel::Avx512 if O::IS_HOT => compile!(Avx512, "avx512f,avx512bw,avx512dq,avx512vl"),
         #[cfg(target_arch = "x86_64")]
