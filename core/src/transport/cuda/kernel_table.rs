@@ -40,12 +40,13 @@ pub(super) struct Source {
     pub elements: &'static [&'static str],
 }
 
-impl Source {
-    /// The names of the kernels, in their order.
-    pub fn names(&self) -> Vec<String> {
-        let of = |operator| self.elements.iter().map(move |elements| format!("{operator}_{elements}"));
-        let copy = self.text == SOURCES[KernelSet::Means as usize].text;
-        self.operators.iter().flat_map(of).chain(copy.then(|| COPY.to_owned())).collect()
+impl KernelSet {
+    /// The names of its kernels, in their order.
+    pub(super) fn names(self) -> Vec<String> {
+        let Source { operators, elements, .. } = SOURCES[self as usize];
+        let of = |operator| elements.iter().map(move |elements| format!("{operator}_{elements}"));
+        let copy = (self == KernelSet::Means).then(|| COPY.to_owned());
+        operators.iter().flat_map(of).chain(copy).collect()
     }
 }
 
@@ -60,7 +61,7 @@ pub(super) struct Kernel {
 impl Kernel {
     /// Its place among those of its set.
     pub fn place(self) -> Option<usize> {
-        let Source { operators, elements, .. } = &SOURCES[self.set as usize];
+        let Source { operators, elements, .. } = SOURCES[self.set as usize];
         let place = |names: &[&str], name: &str| names.iter().position(|of| *of == name);
         Some(place(operators, self.operator)? * elements.len() + place(elements, self.elements)?)
     }
@@ -207,11 +208,11 @@ mod tests {
         for set in sets {
             let of_set = kernels.iter().filter(|kernel| kernel.set == set);
             let places: BTreeSet<usize> = of_set.filter_map(|kernel| kernel.place()).collect();
-            let count = SOURCES[set as usize].names().len() - usize::from(set == KernelSet::Means);
+            let count = set.names().len() - usize::from(set == KernelSet::Means);
             assert!(places.into_iter().eq(0..count), "{set:?} has kernels that nothing runs");
         }
         assert!(kernels.iter().all(|kernel| kernel.place().is_some()));
         assert_eq!(SOURCES[KernelSet::Sums as usize].operators, ["sum"]);
-        assert_eq!(SOURCES[KernelSet::Means as usize].names().last().map(String::as_str), Some(COPY));
+        assert_eq!(KernelSet::Means.names().last().map(String::as_str), Some(COPY));
     }
 }

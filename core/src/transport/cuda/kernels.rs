@@ -11,7 +11,7 @@ use cudarc::driver::sys;
 
 use super::compiler::{c_string, load_module};
 use super::driver::{Address, Handle, check};
-use super::kernel_table::{Kernel, KernelSet, SOURCES, Source, kernel_of};
+use super::kernel_table::{Kernel, KernelSet, SOURCES, kernel_of};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::reduce::ReduceOp;
@@ -95,7 +95,7 @@ pub struct Kernels {
     capability: (i32, i32),
     /// Maximum number of blocks per launch.
     blocks: u32,
-    /// In the order of [`SOURCES`] and of their types.
+    /// In the order of [`KernelSet`] and of [`KernelSet::names`].
     sets: [OnceLock<Result<Vec<Function>>>; SOURCES.len()],
 }
 
@@ -154,7 +154,7 @@ impl Kernels {
 
     fn load(&self, set: KernelSet) -> Result<&[Function]> {
         let kept = &self.sets[set as usize];
-        kept.get_or_init(|| load(self.capability, &SOURCES[set as usize])).as_deref().map_err(Error::clone)
+        kept.get_or_init(|| load(self.capability, set)).as_deref().map_err(Error::clone)
     }
 
     fn function(&self, kernel: Kernel) -> Result<Function> {
@@ -194,13 +194,13 @@ fn lacking(dtype: DType) -> Error {
     Error::Internal(format!("there is no GPU kernel for {}", dtype.name()))
 }
 
-/// Compiles a source for GPUs of a capability and loads it into the current context. Returns its kernels in their order.
-fn load((major, minor): (i32, i32), source: &Source) -> Result<Vec<Function>> {
-    let module = load_module(source.text, major * 10 + minor)?;
+/// Compiles a set for GPUs of a capability and loads it into the current context. Returns its kernels in their order.
+fn load((major, minor): (i32, i32), set: KernelSet) -> Result<Vec<Function>> {
+    let module = load_module(SOURCES[set as usize].text, major * 10 + minor)?;
     let find = |name: String| {
         let name = c_string(&name)?;
         // SAFETY: the module is loaded and is never unloaded.
         check("finding a kernel", unsafe { module::get_function(module, name) }).map(Handle)
     };
-    source.names().into_iter().map(find).collect()
+    set.names().into_iter().map(find).collect()
 }
