@@ -32,21 +32,19 @@ const MAX_ANSWER_TAG: u32 = 1 << 20;
 /// A request for some elements of the shard of its receiver.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct RequestHeader {
-    /// `None`: the thread that applies requests ends; only its own rank sends that.
-    action: Option<Action>,
+    action: Action,
     tensor: usize,
     start: usize,
     len: usize,
     answer: u32,
 }
 
-impl RequestHeader {
-    fn to_bytes(self) -> Result<[u8; HEADER_BYTES]> {
-        let (mut bytes, encoded) = ([0; HEADER_BYTES], encode(&self)?);
-        let room = bytes.get_mut(..encoded.len());
-        room.ok_or_else(|| Error::Internal("the header of a request is too long".into()))?.copy_from_slice(&encoded);
-        Ok(bytes)
-    }
+/// The header as bytes. `None`: the thread that applies requests ends; only its own rank sends that.
+fn header_bytes(header: Option<RequestHeader>) -> Result<[u8; HEADER_BYTES]> {
+    let (mut bytes, encoded) = ([0; HEADER_BYTES], encode(&header)?);
+    let room = bytes.get_mut(..encoded.len());
+    room.ok_or_else(|| Error::Internal("the header of a request is too long".into()))?.copy_from_slice(&encoded);
+    Ok(bytes)
 }
 
 /// Starts a message in the group of a server.
@@ -144,8 +142,8 @@ impl<'a> Exchange<'a> {
         let element = server.shards.shard(tensor, owner).start + part.start;
         let (memory, bytes) = (operation.memory(tensor, element), part.len() * stored.dtype.size());
         let action = operation.action;
-        let header = RequestHeader { action: Some(action), tensor, start: part.start, len: part.len(), answer: tag };
-        let (mut header, mut applied) = (Box::new(header.to_bytes()?), Box::new([0]));
+        let header = RequestHeader { action, tensor, start: part.start, len: part.len(), answer: tag };
+        let (mut header, mut applied) = (Box::new(header_bytes(Some(header))?), Box::new([0]));
         let (mut sent, mut answered) = (Spans::default(), Spans::default());
         sent.add(header.as_mut_ptr(), HEADER_BYTES)?;
         if action.sends_elements() {
@@ -227,7 +225,7 @@ impl Inbox {
         unsafe { message(group, false, spans, options) }
     }
 
-    fn header(&self) -> Result<RequestHeader> {
+    fn header(&self) -> Result<Option<RequestHeader>> {
         let mut bytes = [0; HEADER_BYTES];
         // SAFETY: the memory has these bytes.
         unsafe { self.0.as_ptr().cast::<u8>().copy_to_nonoverlapping(bytes.as_mut_ptr(), HEADER_BYTES) };
@@ -245,10 +243,9 @@ fn serve_requests(server: &Arc<ServerState>, answers: &mut VecDeque<Answer>) -> 
     let mut receive = now.receive(&server.group)?;
     loop {
         let status = receive.wait(None)?;
-        let header = now.header()?;
-        let Some(action) = header.action else { return Ok(()) };
+        let Some(header) = now.header()? else { return Ok(()) };
         receive = next.receive(&server.group)?;
-        let handled = handle(server, status, &now, (action, header), answers);
+        let handled = handle(server, status, &now, header, answers);
         if let Err(error) = handled {
             server.group.fail(&error);
             let _ended = receive.wait(None);
@@ -262,10 +259,10 @@ fn handle(
     server: &ServerState,
     status: Status,
     inbox: &Inbox,
-    (action, header): (Action, RequestHeader),
+    header: RequestHeader,
     answers: &mut VecDeque<Answer>,
 ) -> Result<()> {
-    let RequestHeader { tensor, start, len, answer, .. } = header;
+    let RequestHeader { action, tensor, start, len, answer } = header;
     let malformed = || Error::Internal("a request to the parameter server is malformed".into());
     let stored = server.shards.layout().tensors().get(tensor).ok_or_else(malformed)?;
     let part = start..start.checked_add(len).ok_or_else(malformed)?;
@@ -309,8 +306,7 @@ fn handle(
 
 /// Ends the thread of this rank's own requests.
 pub(super) fn end(server: &ServerState) -> Result<()> {
-    let header = RequestHeader { action: None, tensor: 0, start: 0, len: 0, answer: 0 };
-    let mut bytes = header.to_bytes()?;
+    let mut bytes = header_bytes(None)?;
     let mut spans = Spans::default();
     spans.add(bytes.as_mut_ptr(), HEADER_BYTES)?;
     let options = MessageOptions {
