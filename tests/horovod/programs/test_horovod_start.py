@@ -12,7 +12,7 @@ from hvd_ranks import environment, run_ranks
 
 from imported import TORCH, python
 
-# Every test starts its ranks one after the other, in one process of pytest: torch is imported once.
+# One process of pytest runs all of these: torch is imported once for their ranks.
 pytestmark = pytest.mark.xdist_group("torch")
 HEAD = """
 import os, time, torch
